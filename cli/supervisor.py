@@ -189,7 +189,10 @@ class Supervisor:
         self._address: asyncio.Future[str] = asyncio.get_running_loop().create_future()
 
     async def address(self) -> str:
-        """HOST:PORT of the child's first life, once it is ready."""
+        """HOST:PORT of the child's first life, once it is ready.
+
+        Raises CancelledError if the child was stopped before: who waits for it has nothing left to do.
+        """
         return await asyncio.shield(self._address)
 
     async def run(self) -> None:
@@ -204,6 +207,7 @@ class Supervisor:
                 if self._stopping.is_set() or not await self._goes_on(returncode):
                     return
         finally:
+            self._address.cancel()  # without effect on one that is known
             self._ended.set()
 
     async def stop(self) -> None:
