@@ -109,6 +109,7 @@ class _Server:
         self._workers: list[Supervisor] = []
         self._fork_server = ForkServer()
         self._ledger = CoreLedger(self._cores) if config.lend_cores and sys.platform == "linux" else None
+        self._stopping = False
 
     async def start(self) -> None:
         """Returns once the ready line is printed; a child's failure ends the task group instead."""
@@ -153,6 +154,7 @@ class _Server:
 
     async def stop(self) -> None:
         """Router first, so that what runs can finish on the workers."""
+        self._stopping = True
         self._fork_server.close()
         if self._http is not None:
             await self._http.stop()
@@ -171,6 +173,8 @@ class _Server:
     def _supervise(self, spec: ChildSpec, start: Callable[[], Child], connect: Connect | None = None) -> Supervisor:
         policy = RestartPolicy(MonotonicClock(), max_delay_s=self._config.max_restart_delay_s)
         supervisor = Supervisor(spec.name, start, connect or self._connect, policy, spec.stop_grace_s)
+        if self._stopping:  # a cancelled `start` goes on if Python 3.11's `wait_for` ends just then
+            supervisor.kill()
         self._tasks.create_task(supervisor.run(), name=f"keep-{spec.name}")
         return supervisor
 

@@ -11,7 +11,9 @@ it is frozen `liveness`'s.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import subprocess
+import threading
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
@@ -28,6 +30,8 @@ _log = get_logger(__name__)
 START_TIMEOUT_S = 600.0
 """A large checkpoint on a slow disk takes minutes."""
 _LINE_LIMIT_BYTES = 1024 * 1024
+_LAST_LINES_S = 1.0
+"""How long the output of a child that has ended is read on: a process that the child started may hold its pipes."""
 _READY = "ready "
 _NOT_STARTED = 1
 """The code of a child that could not even be started."""
@@ -78,7 +82,7 @@ class Child:
         self.last_words = ""
         """The last line it wrote to stderr."""
         self._ready: asyncio.Future[str | None] = asyncio.get_running_loop().create_future()
-        self._readers = asyncio.gather(self._read_stdout(), self._read_stderr())
+        self._end = asyncio.ensure_future(self._until_end())
 
     async def ready(self) -> str | None:
         """The HOST:PORT that it printed; None if it ended without."""
@@ -86,8 +90,7 @@ class Child:
 
     async def wait(self) -> int:
         """Its exit code once it has ended and all it wrote was passed on; negative = a signal."""
-        await asyncio.shield(self._readers)
-        return await asyncio.to_thread(self._process.wait)  # at once: its pipes are closed
+        return await asyncio.shield(self._end)
 
     def terminate(self) -> None:
         """Asks it to drain. A no-op once it has ended."""
@@ -97,12 +100,19 @@ class Child:
         """Ends it at once. A no-op once it has ended."""
         self._process.kill()
 
+    async def _until_end(self) -> int:
+        readers = asyncio.gather(self._read_stdout(), self._read_stderr())
+        code = await _exit_code(self._process)
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(readers, _LAST_LINES_S)
+        if not self._ready.done():
+            self._ready.set_result(None)
+        return code
+
     async def _read_stdout(self) -> None:
         async for line in _lines(self._process.stdout):
             if line.startswith(_READY) and not self._ready.done():
                 self._ready.set_result(line.removeprefix(_READY).strip())
-        if not self._ready.done():
-            self._ready.set_result(None)
 
     async def _read_stderr(self) -> None:
         async for line in _lines(self._process.stderr):
@@ -189,7 +199,10 @@ class Supervisor:
         self._address: asyncio.Future[str] = asyncio.get_running_loop().create_future()
 
     async def address(self) -> str:
-        """HOST:PORT of the child's first life, once it is ready."""
+        """HOST:PORT of the child's first life, once it is ready.
+
+        Raises CancelledError if the child was stopped before: who waits for it has nothing left to do.
+        """
         return await asyncio.shield(self._address)
 
     async def run(self) -> None:
@@ -204,6 +217,7 @@ class Supervisor:
                 if self._stopping.is_set() or not await self._goes_on(returncode):
                     return
         finally:
+            self._address.cancel()  # without effect on one that is known
             self._ended.set()
 
     async def stop(self) -> None:
@@ -291,6 +305,24 @@ class Supervisor:
         except TimeoutError:
             return True
         return False
+
+
+def _exit_code(process: Process) -> asyncio.Future[int]:
+    """Comes from a thread of the child's own: the loop's executor has fewer threads than there may be children."""
+    loop = asyncio.get_running_loop()
+    ended: asyncio.Future[int] = loop.create_future()
+
+    def tell(code: int) -> None:
+        if not ended.done():
+            ended.set_result(code)
+
+    def wait() -> None:
+        code = process.wait()
+        with contextlib.suppress(RuntimeError):  # the loop has ended before the child
+            loop.call_soon_threadsafe(tell, code)
+
+    threading.Thread(target=wait, name="child's end", daemon=True).start()
+    return ended
 
 
 async def _lines(pipe: IO[bytes] | None) -> AsyncIterator[str]:

@@ -8,8 +8,8 @@ that the log explains). The call count is what an ordered drain waits for.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
-from contextlib import aclosing, asynccontextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import aclosing
 from inspect import isasyncgen
 from typing import Any
 
@@ -66,19 +66,24 @@ class CallGuard(grpc.aio.ServerInterceptor):
 
         async def guarded(requests: AsyncIterator[Any], context: Context) -> Any:
             raw = None if handler.request_streaming else await anext(requests, None)
-            async with self._guarded(method, context):
+
+            async def answer() -> Any:
+                nonlocal raw
                 if handler.request_streaming:
                     result = behaviour(requests, context)
                 elif raw is None:
                     raise InvalidRequest("request", "is missing")
                 else:
-                    result = behaviour(decode(raw), context)
+                    request, raw = decode(raw), None
+                    result = behaviour(request, context)
                 if not isasyncgen(result):
                     return await result
                 async with aclosing(result):  # its `finally` runs now, not when it is collected
                     async for response in result:
                         await context.write(response)
-            return None
+                return None
+
+            return await self._guarded(method, context, answer)
 
         streams = handler.response_streaming or method in self._writers
         make = grpc.stream_stream_rpc_method_handler if streams else grpc.stream_unary_rpc_method_handler
@@ -88,13 +93,12 @@ class CallGuard(grpc.aio.ServerInterceptor):
             response_serializer=handler.response_serializer,
         )
 
-    @asynccontextmanager
-    async def _guarded(self, method: str, context: Context) -> AsyncIterator[None]:
+    async def _guarded(self, method: str, context: Context, answer: Callable[[], Awaitable[Any]]) -> Any:
         counts = (self._all,) if method.split("/")[1] in self._long_lived else (self._all, self._finite)
         for count in counts:
             count.add(1)
         try:
-            yield
+            return await answer()
         except TandemError as error:
             await abort_with(context, error)
         except grpc.aio.AbortError:

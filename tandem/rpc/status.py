@@ -69,6 +69,8 @@ async def abort_with(context: grpc.aio.ServicerContext[Any, Any], error: TandemE
 
     A deadline that both sides see at once, or a caller that leaves, may end the call before its error is sent.
     """
+    # gRPC keeps the AbortError, and so its context, until later calls: not the frames, which hold request and answer.
+    error.__traceback__ = error.__cause__ = error.__context__ = None
     status = rpc_status.to_status(_to_proto(error))
     trailers = status.trailing_metadata
     if error.reason is not Reason.DRAINING:

@@ -50,6 +50,25 @@ async def test_a_child_that_ends_early_is_never_ready(start: Any) -> None:
     assert await asyncio.wait_for(child.wait(), DEADLINE_S) == 2
 
 
+@pytest.mark.parametrize("called", [Child.ready, Child.wait])
+async def test_a_child_has_ended_though_a_process_of_its_own_holds_its_output(
+    start: Any, called: Callable[[Child], Any]
+) -> None:
+    program = """
+import os, subprocess, sys
+holding = subprocess.Popen([sys.executable, "-c", "import signal; signal.pause()"])
+print(holding.pid, file=sys.stderr, flush=True)
+os._exit(3)
+"""
+    lines: list[str] = []
+    child = start(python(program), lines.append)
+    try:
+        await asyncio.wait_for(called(child), DEADLINE_S)
+        assert await child.wait() == 3
+    finally:
+        os.kill(int(lines[0]), signal.SIGKILL)
+
+
 async def test_an_overlong_line_does_not_stop_the_reading(start: Any) -> None:
     program = "import sys; sys.stderr.write('x' * 3_000_000 + '\\n' + 'end\\n')"
     child = start(python(program))

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+import weakref
 from collections.abc import AsyncIterator, Awaitable, Callable
 
 import grpc
@@ -9,7 +10,7 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2
 
-from tandem.errors import ConfigError
+from tandem.errors import ConfigError, Overloaded
 from tandem.rpc.channel import MAX_RECEIVE_BYTES
 from tandem.rpc.server import RpcServer, Service
 from tandem.v1 import inference_pb2, inference_pb2_grpc
@@ -211,3 +212,26 @@ async def test_reflection_lists_and_describes_every_service_itself_included(serv
         assert (await call.read()).file_descriptor_response.file_descriptor_proto
     await call.done_writing()
     assert await call.read() is grpc.aio.EOF
+
+
+class Holding:
+    """What a handler holds when it refuses a call."""
+
+
+async def test_nothing_that_a_refused_call_held_outlives_it(serve: Serve) -> None:
+    held: list[weakref.ref[Holding]] = []
+
+    class Refusing(inference_pb2_grpc.InferenceServiceServicer):
+        async def Tokenize(  # noqa: N802
+            self, request: inference_pb2.TokenizeRequest, context: object
+        ) -> inference_pb2.TokenizeResponse:
+            holding = Holding()
+            held.append(weakref.ref(holding))
+            raise Overloaded("later")
+
+    service = Service(NAME, lambda server: inference_pb2_grpc.add_InferenceServiceServicer_to_server(Refusing(), server))
+    server, channel = await serve(service)
+    with pytest.raises(grpc.aio.AioRpcError, match="later"):
+        await inference_pb2_grpc.InferenceServiceStub(channel).Tokenize(inference_pb2.TokenizeRequest(text="a"))
+    await server.drain(TIMEOUT_S)
+    assert [each() for each in held] == [None]
