@@ -49,11 +49,6 @@ DEFAULT_CPU_WORKERS = 2
 """Measured on two cores: a core each, they compute 17 % more prompt tokens than one worker on both, and only then can
 prompts go where nobody decodes (bench/LOG.md). While one is idle, the other has both."""
 
-GPU_SEATS, CPU_SEATS = 256, 64
-"""Most sequences that a worker has by default, as `engine.memory.seqs_of` says: this process loads no torch."""
-ACTIVE_PER_SEAT = 2
-"""Requests that run: for each that decodes one whose prompt is computed or waits, so that no seat stays empty."""
-
 
 def add_parser(subparsers: Subparsers) -> None:
     """Declares the command."""
@@ -80,8 +75,6 @@ def run(namespace: argparse.Namespace) -> int:
     configure_logging("serve", config.router.log_format, config.router.log_level)
     devices = fleet_devices(config, find_gpus(environment().get("CUDA_VISIBLE_DEVICES")))
     check_host_memory(config, devices, available_host_bytes())
-    router = replace(config.router, max_active_requests=active_requests(config, devices))
-    config = replace(config, router=router)
     return run_process(lambda stop: _serve(config, devices, stop))
 
 
@@ -263,14 +256,6 @@ def _counts(config: ServeConfig, gpus: Sequence[str]) -> tuple[int, int]:
         return 1 if config.num_prefill is None else config.num_prefill, config.num_decode or 1
     on_gpus = len(gpus) if config.decode_worker.device in ("auto", "cuda") else 0
     return 0, config.num_workers or on_gpus or DEFAULT_CPU_WORKERS
-
-
-def active_requests(config: ServeConfig, devices: DevicePlan) -> int:
-    """Returns how many requests the router lets run at a time: as many as were asked for, or by the workers' seats."""
-    if config.max_active_requests is not None:
-        return config.max_active_requests
-    seats = config.decode_worker.max_seqs or (GPU_SEATS if devices.on_gpus else CPU_SEATS)
-    return max(config.router.max_active_requests, ACTIVE_PER_SEAT * seats * len(devices.decode))
 
 
 def check_host_memory(config: ServeConfig, devices: DevicePlan, available_bytes: int | None) -> None:

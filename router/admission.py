@@ -33,7 +33,8 @@ class AdmissionQueue:
     """Who runs and who waits. Single-threaded; no clock but the times given."""
 
     def __init__(self, max_active: int, max_queued: int, max_queued_tokens: int) -> None:
-        self._max_active = max_active
+        self.max_active = max_active
+        """Requests that may run; after a change, call `next` until there is none."""
         self._max_queued = max_queued
         self._max_queued_tokens = max_queued_tokens
         self._by_priority: dict[int, dict[Entry, None]] = {}
@@ -48,14 +49,14 @@ class AdmissionQueue:
 
     def check_room(self, priority: int, num_coming: int = 0) -> None:
         """Raises Overloaded if not one more request may wait, or run, once `num_coming` others have entered."""
-        free = self._max_active - self.num_active + self._max_queued - self.num_queued
+        free = self.max_active - self.num_active + self._max_queued - self.num_queued
         if free <= num_coming:
             wait_s = self.expected_wait_s(priority)
             raise Overloaded(f"{self.num_queued + num_coming} requests wait already", _retry_after_s(wait_s))
 
     def enter(self, entry: Entry, patience_s: float | None) -> bool:
         """True: it runs. False: it waits. Raises Overloaded if it can do neither in `patience_s`."""
-        if self.num_active < self._max_active and not self.num_queued:
+        if self.num_active < self.max_active and not self.num_queued:
             self.num_active += 1
             return True
         self.check_room(entry.priority)
@@ -87,13 +88,19 @@ class AdmissionQueue:
     def depart(self, now_s: float) -> Entry | None:
         """A running request ended; returns the one that runs in its place, if any waits."""
         self._measure(now_s)
+        self.num_active -= 1
         if not self.num_queued:
-            self.num_active -= 1
             # Else an old slow pace would refuse the requests that are needed to measure a new one.
             self._interval_s = None
+        return self.next()
+
+    def next(self) -> Entry | None:
+        """Returns the waiting request that runs from now on, if one waits and may run."""
+        if not self.num_queued or self.num_active >= self.max_active:
             return None
         entry = next(iter(self._by_priority[max(self._by_priority)]))
         self.withdraw(entry)
+        self.num_active += 1
         return entry
 
     def expected_wait_s(self, priority: int) -> float:
@@ -105,7 +112,7 @@ class AdmissionQueue:
 
     def _measure(self, now_s: float) -> None:
         """Intervals count only while all places are taken: then they are the pace of service."""
-        if self._last_departure_s is not None and self.num_active >= self._max_active:
+        if self._last_departure_s is not None and self.num_active >= self.max_active:
             interval_s = now_s - self._last_departure_s
             known_s = interval_s if self._interval_s is None else self._interval_s
             self._interval_s = known_s + _SMOOTHING * (interval_s - known_s)
@@ -140,10 +147,21 @@ class Admission:
                 self._depart()
             raise
 
+    def resize(self, max_active: int) -> None:
+        """Lets so many requests run; those that run already go on."""
+        self.queue.max_active = max_active
+        while (entry := self.queue.next()) is not None:
+            self._begin(entry)
+
     def _depart(self) -> None:
         entry = self.queue.depart(self._clock.now_s())
+        if entry is not None:
+            self._begin(entry)
+
+    @staticmethod
+    def _begin(entry: Entry) -> None:
         # A cancelled waiter that was still given the place passes it on in `_wait`.
-        if entry is not None and entry.turn is not None and not entry.turn.done():
+        if entry.turn is not None and not entry.turn.done():
             entry.turn.set_result(None)
 
 

@@ -24,7 +24,7 @@ from router.grammar_check import GrammarCheck
 from router.metrics import RouterMetrics
 from router.request_spans import request_spans
 from router.retries import RetryPolicy
-from router.status import RouterStatus
+from router.status import FEWEST_ACTIVE, RouterStatus
 from router.tokenization import Tokenization
 from router.unread import Unread
 from router.worker_link import WorkerLink
@@ -98,7 +98,9 @@ class Router:
             falls_back=config.fallback == "local",
             pinned=config.model_fingerprint or "",
         )
-        self.queue = AdmissionQueue(config.max_active_requests, config.max_queued_requests, config.max_queued_tokens)
+        self.queue = AdmissionQueue(
+            config.max_active_requests or FEWEST_ACTIVE, config.max_queued_requests, config.max_queued_tokens
+        )
         policy = policy or RetryPolicy(max_retries=config.max_retries, patience_s=config.patience_s)
         admission = Admission(self.queue, self.clock)
         rooms = Rooms(self.workers, admission, self.clock, policy, observers, config.stream_interval_s)
@@ -108,7 +110,7 @@ class Router:
             checkpoint, self.tokenization, config.limits, rooms, unread, config.max_priority, self.grammars
         )
         self.status = RouterStatus(
-            config, checkpoint.name, self.workers, self.queue, self.entrance, self.recent, self.clock
+            config, checkpoint.name, self.workers, admission, self.entrance, self.recent, self.clock
         )
         self.metrics.add_reader(self.status.readings)
         self._server = RpcServer(

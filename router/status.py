@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable
 
-from router.admission import AdmissionQueue
+from router.admission import Admission
 from router.entrance import Entrance
 from router.placement import Obstacle, WorkerView
 from router.serving_set import SetId
@@ -31,6 +31,10 @@ _STATES = {
     Obstacle.NOT_HEARD: "unreachable",
 }
 """Each is one of `names.WORKER_STATES`."""
+FEWEST_ACTIVE = 256
+"""Requests that may be under way, however few seats there are."""
+ACTIVE_PER_SEAT = 2
+"""For each request that decodes one whose prompt is computed or waits, so that no seat stays empty."""
 
 
 class RouterStatus:
@@ -41,7 +45,7 @@ class RouterStatus:
         config: RouterConfig,
         model: str,
         workers: Workers,
-        queue: AdmissionQueue,
+        admission: Admission,
         entrance: Entrance,
         recent: RecentLatencies,
         clock: Clock,
@@ -51,11 +55,24 @@ class RouterStatus:
         self._config = config
         self._model = model
         self._workers = workers
-        self._queue = queue
+        self._admission = admission
+        self._queue = admission.queue
         self._entrance = entrance
         self._recent = recent
         self._clock = clock
         self._began_s = clock.now_s()
+
+    @property
+    def max_active_requests(self) -> int:
+        """Requests that may be under way: as many as were asked for, or by the seats of the workers that serve."""
+        return self._queue.max_active
+
+    def _limit(self) -> int:
+        if self._config.max_active_requests:
+            return self._config.max_active_requests
+        current = self._workers.serving.current
+        seats = 0 if current is None else self._workers.seats.get(current, 0)
+        return max(FEWEST_ACTIVE, ACTIVE_PER_SEAT * seats)
 
     def obstacle(self) -> str | None:
         """What keeps this router from serving, for people; None = nothing."""
@@ -68,6 +85,7 @@ class RouterStatus:
         """
         while True:
             self._workers.tick()
+            self._admission.resize(self._limit())
             self._entrance.end_unread()
             server.set_serving(self.obstacle() is None)
             await self._workers.wait_for_change(self._workers.tick_s)
@@ -111,7 +129,7 @@ class RouterStatus:
         yield Reading(names.ROUTER_QUEUED_REQUESTS, self._queue.num_queued)
         yield Reading(names.ROUTER_QUEUED_TOKENS, self._queue.queued_tokens)
         yield Reading(names.ROUTER_ACTIVE_REQUESTS, self._queue.num_active)
-        yield Reading(names.ROUTER_MAX_ACTIVE, self._config.max_active_requests)
+        yield Reading(names.ROUTER_MAX_ACTIVE, self.max_active_requests)
         yield Reading(names.ROUTER_MAX_QUEUED, self._config.max_queued_requests)
         views = self._workers.views()
         workers = Counter[Labels]((str(view.info.role), self._state(view)) for view in views)

@@ -86,6 +86,8 @@ class Workers:
         self._fleet = Fleet(falls_back=falls_back)
         self.serving = ServingSet(pinned)
         """Which set of equal workers gets new requests; to be read."""
+        self.seats: dict[SetId, int] = {}
+        """Ready ones of each set; to be read."""
         self._by_number: dict[int, WorkerRecord] = {}
         self._prefixes = PrefixIndex()
         self._handoff_times = HandoffTimes()
@@ -200,8 +202,7 @@ class Workers:
 
     def serve_only_without(self, set_id: SetId) -> bool:
         """Whether sets of workers are ready, and this one is not."""
-        seats = ready_seats(self.candidates())
-        return not seats.get(set_id) and any(seats.values())
+        return not self.seats.get(set_id) and any(self.seats.values())
 
     def candidates(self, prefix: Prefix | None = None) -> Candidates:
         """What the next placement, of a request that begins with `prefix`, is made from; until anything changes."""
@@ -305,7 +306,6 @@ class Workers:
                 await self._changed.wait()
 
     def _leave(self, assignment: Assignment, *, arrived: bool) -> None:
-        """It is no longer on its way to the decode worker."""
         record = self._current(assignment.placement.decode)
         if record is None:
             return
@@ -382,8 +382,8 @@ class Workers:
 
     def _choose_set(self) -> None:
         """Settles which set serves, as things are now; logs what begins to serve and what is set apart."""
-        before = self.serving.apart
-        if self.serving.choose(ready_seats(self.candidates()), self._clock.now_s()):
+        before, self.seats = self.serving.apart, ready_seats(self.candidates())
+        if self.serving.choose(self.seats, self._clock.now_s()):
             _log.info("another set of workers serves", set_id=self.serving.current)
             self._notify()
         for each in self.serving.apart - before:

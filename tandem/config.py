@@ -63,10 +63,6 @@ _PROCESSES = (
     "processes of the router, which share its port; each also listens on a port of its own, the next ones after it, "
     "where workers register"
 )
-_ACTIVE = (
-    "requests under way at a time; auto, of `tandem serve` alone: two for each seat of the workers that decode, and at "
-    "least 256"
-)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,7 +102,12 @@ class RouterConfig:
     max_queued_tokens: int = option(
         "max-queued-tokens", 4_194_304, "prompt tokens that may wait for admission", integer(1)
     )
-    max_active_requests: int = option("max-active-requests", 256, _ACTIVE, integer(1, 1_000_000))
+    max_active_requests: int = option(
+        "max-active-requests",
+        0,
+        "requests under way at a time; 0 = two for each seat of the workers that serve, and at least 256",
+        integer(0, 1_000_000),
+    )
     max_unread_bytes: int = option(
         "max-unread-bytes",
         256 * 1024 * 1024,
@@ -240,20 +241,13 @@ class ServeConfig:
         "workers on a CPU lend each other the cores on which they compute nothing; not with --threads",
     )
     router_processes: int = option("router-processes", 1, _PROCESSES, integer(1, MAX_ROUTER_PROCESSES))
-    max_active_requests: int | None = option(
-        "max-active-requests",
-        None,
-        _ACTIVE,
-        integer(1, 1_000_000),
-        none_word="auto",
-    )
     max_restart_delay_s: float = option(
         "max-restart-delay-seconds",
         30.0,
         "longest wait before a process that keeps ending is started again; waits begin at 1 s and double",
         seconds(0),
     )
-    router: RouterConfig = grouped(RouterConfig, own=("processes", "process", "max_active_requests"))
+    router: RouterConfig = grouped(RouterConfig, own=("processes", "process"))
     prefill_worker: PrefillConfig = grouped(PrefillConfig, own=_SET_BY_SERVE)
     decode_worker: DecodeConfig = grouped(DecodeConfig, own=_SET_BY_SERVE)
 

@@ -120,7 +120,7 @@ class VllmServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
             server_type=_SERVER_TYPE,
             data_parallel_size=1,
             block_size=max(blocks, default=0),
-            max_num_seqs=self._config.max_active_requests,
+            max_num_seqs=self._status.max_active_requests,
         )
 
     async def GetLoads(self, request: pb.GetLoadsRequest, context: Context) -> pb.GetLoadsResponse:
@@ -154,7 +154,7 @@ class VllmServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
             token_usage=used / total if total else 0.0,
             gen_throughput=status.recent.tokens_per_s,
             utilization=used / total if total else 0.0,
-            max_running_requests=self._config.max_active_requests,
+            max_running_requests=self._status.max_active_requests,
             num_waiting_uncached_tokens=min(status.queued_tokens, _MAX_INT32),
         )
 

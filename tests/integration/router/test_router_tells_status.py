@@ -79,3 +79,11 @@ async def test_prometheus_is_told_of_every_admin_port_there_is(cluster: Any) -> 
 async def test_without_an_admin_port_none_is_told(launch: Any) -> None:
     cluster = await launch(admin_listen=None)
     assert (await status_of(cluster)).admin_address == ""
+
+
+async def test_as_many_requests_may_run_as_the_seats_of_the_workers_that_serve_ask_for(cluster: Any) -> None:
+    status = cluster.router.status
+    assert status.max_active_requests == 256
+    await cluster.add(Role.ELASTIC, "e0", max_seqs=256)
+    await cluster.add(Role.ELASTIC, "odd", max_seqs=64, layout_fingerprint="another")
+    await cluster.until(lambda: status.max_active_requests == 512)

@@ -3,7 +3,7 @@ from typing import Any
 
 import pytest
 
-from cli.serve import active_requests, check_fleet, check_host_memory, fleet_devices, router_spec, worker_specs
+from cli.serve import check_fleet, check_host_memory, fleet_devices, router_spec, worker_specs
 from tandem.config import DecodeConfig, PrefillConfig, RouterConfig, ServeConfig, add_arguments, load
 from tandem.core_loans import CoreLoan
 from tandem.errors import ConfigError
@@ -181,21 +181,3 @@ def test_a_number_of_workers_of_one_role_makes_all_roles_static(flag: str) -> No
 def test_options_of_the_other_kind_of_roles_are_refused_by_name(options: tuple[str, ...], flag: str) -> None:
     with pytest.raises(ConfigError, match=flag):
         check_fleet(serve(*options))
-
-
-@pytest.mark.parametrize(
-    ("options", "gpus", "expected"),
-    [
-        ((), (), 256),  # two workers of 64 seats
-        (("--workers", "8"), (), 1024),
-        (("--max-seqs", "4"), (), 256),
-        ((), ("GPU-a",), 512),
-        (("--prefill", "1", "--decode", "3"), ("GPU-a",), 1536),
-        (("--max-active-requests", "7"), ("GPU-a",), 7),
-    ],
-)
-def test_a_router_lets_two_requests_run_for_each_seat_of_its_workers_or_as_many_as_were_asked_for(
-    options: tuple[str, ...], gpus: tuple[str, ...], expected: int
-) -> None:
-    config = serve(*options)
-    assert active_requests(config, fleet_devices(config, gpus)) == expected

@@ -140,3 +140,23 @@ async def _until(condition: Callable[[], bool]) -> None:
     async with asyncio.timeout(20):
         while not condition():  # noqa: ASYNC110
             await asyncio.sleep(0)
+
+
+def test_when_more_may_run_those_that_wait_begin() -> None:
+    waiting = queue(max_active=1)
+    entries = [Entry(1) for _ in range(4)]
+    assert [waiting.enter(each, None) for each in entries] == [True, False, False, False]
+    waiting.max_active = 3
+    assert [waiting.next() for _ in range(3)] == [*entries[1:3], None]
+    assert (waiting.num_active, waiting.num_queued) == (3, 1)
+
+
+def test_when_fewer_may_run_nobody_follows_who_departs() -> None:
+    waiting = queue(max_active=2)
+    entries = [Entry(1) for _ in range(3)]
+    for each in entries:
+        waiting.enter(each, None)
+    waiting.max_active = 1
+    assert waiting.depart(1.0) is None
+    assert waiting.depart(2.0) is entries[2]
+    assert waiting.num_active == 1
