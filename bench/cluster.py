@@ -138,6 +138,11 @@ def _holds_nothing(load: WorkerLoad) -> bool:
 
 
 def pid_of(client: Client, role: Role) -> int:
-    """Process id of the one worker with this role."""
-    (pid,) = [worker.info.pid for worker in client.status().workers if worker.info.role == role]
+    """Process id of the one worker with this role, once it is registered."""
+
+    def pids() -> list[int]:
+        return [worker.info.pid for worker in client.status().workers if worker.info.role == role]
+
+    eventually(lambda: bool(pids()))
+    (pid,) = pids()
     return pid

@@ -42,6 +42,8 @@ FIXED_TIMES = 3
 """Fixed costs in a mixed step and its chunk, at least: prompts get two thirds of what their tokens alone would."""
 _MOST_OVERRUN = 2.0
 """Of one mixed step that counts."""
+_FEWEST_SMALL = 8
+"""Mixed steps with few prompt tokens that tell a fixed cost: the first ones may compile kernels or stand still."""
 _GRAINS = 128
 _FIRST_GRAINS = 8
 """Beside decodes, before anything is known of either."""
@@ -82,6 +84,7 @@ class _Learned:
     small_tokens: float = 0.0
     small_s: float = 0.0
     """Prompt tokens of mixed steps with few, and the least time of these steps beyond a decode step; 0 = not known."""
+    num_small: int = 0
     token_s: float = 0.0
     """Least time of a prompt token; 0 = not known."""
 
@@ -93,17 +96,21 @@ class _Learned:
     @property
     def fixed_s(self) -> float:
         """Time of a mixed step beyond its decodes and its prompt tokens."""
-        return max(0.0, self.small_s - self.small_tokens * self.token_s)
+        is_known = self.num_small >= _FEWEST_SMALL
+        return max(0.0, self.small_s - self.small_tokens * self.token_s) if is_known else 0.0
 
     def add_prompts(self, num_tokens: int, seconds: float, *, is_mixed: bool) -> None:
         """Learns from a step with so many prompt tokens, which took `seconds` beyond its decodes."""
         self.prompts.add(num_tokens, seconds)
         token_s = seconds / max(1, num_tokens)
         self.token_s += _weight(token_s, self.token_s) * (token_s - self.token_s)
-        if is_mixed and not 0 < 2 * self.small_tokens <= num_tokens:
+        is_small = not 0 < 2 * self.small_tokens <= num_tokens
+        if is_mixed and (is_small or seconds < self.small_s):  # no step of any size is shorter than the fixed cost
             weight = _weight(seconds, self.small_s)
-            self.small_tokens += weight * (num_tokens - self.small_tokens)
-            self.small_s += weight * (seconds - self.small_s)
+            shown_s = min(seconds, _MOST_OVERRUN * self.small_s or seconds)
+            self.small_s += weight * (shown_s - self.small_s)
+            self.small_tokens += weight * (num_tokens - self.small_tokens) if is_small else 0.0
+            self.num_small += is_small
 
     def decode_step_s(self, num_decodes: int) -> float:
         """A decode step of the next size class that is known, the smaller one of two; 0 = none is."""

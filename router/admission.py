@@ -49,7 +49,7 @@ class AdmissionQueue:
 
     def check_room(self, priority: int, num_coming: int = 0) -> None:
         """Raises Overloaded if not one more request may wait, or run, once `num_coming` others have entered."""
-        free = self.max_active - self.num_active + self._max_queued - self.num_queued
+        free = max(0, self.max_active - self.num_active) + self._max_queued - self.num_queued
         if free <= num_coming:
             wait_s = self.expected_wait_s(priority)
             raise Overloaded(f"{self.num_queued + num_coming} requests wait already", _retry_after_s(wait_s))

@@ -78,7 +78,7 @@ _ELASTIC_DRAWS = 8
 """Where some are elastic: streams are packed only on a worker that is among those drawn."""
 _MOST_NAMED = 8
 """Workers that an error names: it must fit into a gRPC trailer."""
-_ANY_PROMPT = Demand(num_tokens=sys.maxsize, max_total_tokens=1)
+_ANY_PROMPT, _SHORT_PROMPT = (Demand(num_tokens=each, max_total_tokens=1) for each in (sys.maxsize, 1))
 
 NO_WORKER = "none is registered; start one with --router and the address of this router"
 """And what to do then."""
@@ -363,14 +363,18 @@ def readiness(workers: Candidates | Sequence[WorkerView], set_id: SetId | None =
 def ready_seats(candidates: Candidates) -> dict[SetId, int]:
     """Returns the seats of each set whose workers could serve a prompt of any length now; 0 if they could not.
 
-    What failed lately counts too: each router knows that of its own requests alone.
+    If none could, of short prompts. What failed lately counts too: each router knows that of its own requests alone.
     """
     candidates = replace(candidates, burdened={})
-    seats = {kind.set_id: 0 for kind in candidates.fleet.groups}
-    for each in seats:
-        decodes = Search(replace(_ANY_PROMPT, set_id=each), candidates, _NO_BURDENS).decodes()
-        for rooms in candidates.fleet.groups.values():
-            seats[each] += sum((decodes & workers).bit_count() * max(1, room.seats) for room, workers in rooms.items())
+    seats: dict[SetId, int] = {}
+    for demand in (_ANY_PROMPT, _SHORT_PROMPT):
+        seats = {kind.set_id: 0 for kind in candidates.fleet.groups}
+        for each in seats:
+            decodes = Search(replace(demand, set_id=each), candidates, _NO_BURDENS).decodes()
+            for rooms in candidates.fleet.groups.values():
+                seats[each] += sum((decodes & those).bit_count() * max(1, room.seats) for room, those in rooms.items())
+        if any(seats.values()):
+            break
     return seats
 
 

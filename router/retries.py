@@ -1,9 +1,9 @@
 """What the failed tries of one request say of the next one: where it may run, when, and whether there is one. Pure.
 
     failed   a worker, a hand-off or a step failed: a try of `max_retries`
-    lost     a worker of the pair is gone: no try, for the request may go on wherever its tokens can be computed again;
-             but a request that ends its workers is to find one of them at most while another is replaced, so that
-             beyond `max_retries` each further loss doubles a pause
+    lost     a worker of the pair is gone: no try, for the request may go on wherever its tokens can be computed again.
+             A request that ends its workers must not end all of them: beyond `max_retries` each loss makes the pause
+             before the next try ten times as long, up to the time in which a worker is replaced
 
 Progress makes all of it undone.
 """
@@ -34,12 +34,12 @@ class RetryPolicy:
     progress_tokens: int = 16
     """New tokens of one choice by which a pair that failed was still a good one: tries are counted from 0 again.
 
-    More than one: prefill gives a token even where no hand-off works. Not much more, but enough that
-    a request which kills its workers does not go on killing them."""
+    More than one: prefill gives a token even where no hand-off works. Not much more, but enough that a request
+    which ends its workers after a token or two is slowed down."""
     total_s: float = 3600.0
     """Deadline of a request that brings none, or a later one."""
     backoff_s: float = 0.1
-    """Pause before a full worker is asked again, times the number of tries; of the pauses after losses, the first."""
+    """Pause before a full worker is asked again, times the number of tries; a tenth of the first pause after losses."""
 
 
 class Retries:
@@ -91,7 +91,8 @@ class Retries:
         if isinstance(error, Overloaded):
             return self._policy.backoff_s * self._num_failed
         num_more = self._num_lost - self._policy.max_retries
-        return min(self._policy.patience_s, self._policy.backoff_s * 2.0**num_more) if num_more > 0 else 0.0
+        longest_s = self._policy.patience_s
+        return min(longest_s, self._policy.backoff_s * 10.0 ** min(num_more, 9)) if num_more > 0 else 0.0
 
     def may_take(self, placement: Placement) -> bool:
         """Whether the pair may do better than all before: if it does not, more are blamed, so that tries end."""

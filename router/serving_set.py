@@ -3,11 +3,12 @@
 Workers with equal model and layout fingerprints form a set. Any worker of a set can continue an answer of another one;
 across sets nothing is continued, handed over or found in a cache. New requests go to one set, the others are set apart:
 
-    leader   the set with the most ready seats; of equally many, the one with the larger fingerprints
-    serves   the first leader; then the set that serves until another one has led for `TAKE_OVER_S`
+    ahead    has more ready seats than the set that serves, or as many and larger fingerprints
+    serves   the first set with ready seats; then the one with the most of those that have been ahead for `TAKE_OVER_S`
 
-The order has no memory and the clock starts with what workers report, so routers that hear the same decide alike. A
-router that has just started follows the leader at once, as long as its workers still register. Pure: time is given.
+A set that was not there had no seats: where nobody had any, each that comes was ahead. The order has no memory, so
+routers that hear the same come to decide alike. A router that has just started waits for nothing: its workers still
+register. Pure: time is given.
 """
 
 from __future__ import annotations
@@ -19,7 +20,6 @@ from tandem.types import WorkerInfo
 
 TAKE_OVER_S = 5.0
 """As long as a worker's lease: a set whose workers are only late keeps serving."""
-
 
 _REMEDIES = {
     "model_fingerprint": "give all the same --model, --dtype, --quantize and --model-impl",
@@ -51,47 +51,55 @@ class ServingSet:
 
     def __init__(self, pinned: str = "") -> None:
         """`pinned`: how the model fingerprint of a set that may serve begins; empty = any may."""
-        self.current: SetId | None = SetId(pinned, "") if pinned else None
+        self.current: SetId | None = None
         """The set that serves, whether or not it is ready; None = no set was ready yet."""
         self.apart: frozenset[SetId] = frozenset()
         """The other sets that have workers."""
         self._pinned = pinned
-        self._began_s: float | None = None
-        """When the first set began to serve."""
-        self._behind_s: float | None = None
-        """Since when the current set is not the leader; None = it leads."""
+        self._first_s: float | None = None
+        """When `choose` was called first with a set."""
+        self._empty_s: float | None = None
+        """Since when the current set has no ready seat; None = it has some."""
+        self._ahead_s: dict[SetId, float] = {}
+        """Sets that are ahead of the current one, and since when."""
+
+    @property
+    def wanted(self) -> SetId | None:
+        """The set for new requests; None = any, for none was ready yet. Of a pinned model, one that nobody is in."""
+        return SetId(self._pinned, "") if self.current is None and self._pinned else self.current
+
+    @property
+    def is_overtaken(self) -> bool:
+        """Whether another set is ready, and takes over in `TAKE_OVER_S` if nothing changes."""
+        return bool(self._ahead_s)
 
     def choose(self, seats: Mapping[SetId, int], now_s: float) -> bool:
         """Takes the ready seats of each set that has workers. Returns whether another set serves from now on."""
-        has_changed = self._follow(seats, now_s)
-        is_alone = self.current is None and len(seats) == 1
-        self.apart = frozenset() if is_alone else frozenset(seats) - {self.current}
-        return has_changed
+        if self._first_s is None and seats:
+            self._first_s = now_s
+        is_young = self._first_s is None or now_s < self._first_s + TAKE_OVER_S
+        own = 0 if self.current is None else seats.get(self.current, 0)
+        self._empty_s = None if own else now_s if self._empty_s is None else self._empty_s
+        since_s = now_s if self._empty_s is None else self._empty_s
+        ahead = [each for each in seats if self._is_ahead(each, seats[each], own)]
+        self._ahead_s = {each: self._ahead_s.get(each, since_s) for each in ahead}
+        ripe = [each for each in ahead if is_young or now_s - self._ahead_s[each] >= TAKE_OVER_S]
+        if ripe:
+            self.current = max(ripe, key=lambda each: (seats[each], each))
+            self._ahead_s, self._empty_s = {}, None
+        is_settled = self.current is not None or not is_young
+        self.apart = frozenset(seats) - {self.current} if is_settled else frozenset()
+        return bool(ripe)
 
     def why_apart(self, set_id: SetId) -> str:
         """Returns why a set gets no new requests, for people; empty = it does."""
         if set_id not in self.apart:
             return ""
+        if not set_id.model_fingerprint.startswith(self._pinned):
+            return f"model_fingerprint {set_id.model_fingerprint} is not the one of --model-fingerprint {self._pinned}"
         return "no set of equal workers can serve" if self.current is None else set_id.difference(self.current)
 
-    def _follow(self, seats: Mapping[SetId, int], now_s: float) -> bool:
-        ready = [each for each in seats if seats[each] and each.model_fingerprint.startswith(self._pinned)]
-        leader = max(ready, key=lambda each: (seats[each], each), default=None)
-        if leader is not None and leader == self.current:
-            self._behind_s = None
+    def _is_ahead(self, other: SetId, seats: int, own: int) -> bool:
+        if not seats or other == self.current or not other.model_fingerprint.startswith(self._pinned):
             return False
-        if self._behind_s is None:
-            self._behind_s = now_s
-        if leader is None or now_s < self._earliest_s:
-            return False
-        if self._began_s is None:
-            self._began_s = now_s
-        self.current, self._behind_s = leader, None
-        return True
-
-    @property
-    def _earliest_s(self) -> float:
-        """When another set may take over."""
-        assert self._behind_s is not None
-        is_young = self._began_s is None or self._behind_s < self._began_s + TAKE_OVER_S
-        return self._behind_s if is_young else self._behind_s + TAKE_OVER_S
+        return self.current is None or (seats, other) > (own, self.current)

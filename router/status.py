@@ -72,7 +72,7 @@ class RouterStatus:
             return self._config.max_active_requests
         current = self._workers.serving.current
         seats = 0 if current is None else self._workers.seats.get(current, 0)
-        return max(FEWEST_ACTIVE, ACTIVE_PER_SEAT * seats)
+        return max(FEWEST_ACTIVE, ACTIVE_PER_SEAT * seats) if seats else self.max_active_requests
 
     def obstacle(self) -> str | None:
         """What keeps this router from serving, for people; None = nothing."""

@@ -36,6 +36,8 @@ class WorkerRecord:
         self.coming_seqs = 0
         self.ended_seqs = 0
         """Since `load`, which shows most of them still: not those that began after it."""
+        self.set_apart = False
+        """Whether the log says that its set gets no new requests."""
         self.drain_ordered = False
         self.link: WorkerLink | None = None
         """None = stalled."""

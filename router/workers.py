@@ -85,9 +85,8 @@ class Workers:
         self._records: dict[WorkerId, WorkerRecord] = {}
         self._fleet = Fleet(falls_back=falls_back)
         self.serving = ServingSet(pinned)
-        """Which set of equal workers gets new requests; to be read."""
+        """Which set of equal workers gets new requests. To be read, as `seats`: the ready ones of each set."""
         self.seats: dict[SetId, int] = {}
-        """Ready ones of each set; to be read."""
         self._by_number: dict[int, WorkerRecord] = {}
         self._prefixes = PrefixIndex()
         self._handoff_times = HandoffTimes()
@@ -197,8 +196,8 @@ class Workers:
         return len(self._ejections.pair_burdens(self._clock.now_s()))
 
     def readiness(self) -> str | None:
-        """None if a request could be served now, else what is missing."""
-        return readiness_of(self.candidates(), self.serving.current)
+        """None if a request could be served now, or once another set has taken over; else what is missing."""
+        return None if self.serving.is_overtaken else readiness_of(self.candidates(), self.serving.wanted)
 
     def serve_only_without(self, set_id: SetId) -> bool:
         """Whether sets of workers are ready, and this one is not."""
@@ -237,7 +236,7 @@ class Workers:
         """As `place`, for who does not wait; the blocks of the demand's prefix are named."""
         now_s = self._clock.now_s()
         if demand.source is None:
-            set_id = demand.set_id or self.serving.current
+            set_id = demand.set_id or self.serving.wanted
             demand = replace(demand, set_id=set_id, handoff_s=self._handoff_times.expected_s(demand.num_tokens))
         placement = place(demand, self.candidates(demand.prefix), self._rng, self._ejections.pair_burdens(now_s))
         chosen = [
@@ -386,15 +385,16 @@ class Workers:
         if self.serving.choose(self.seats, self._clock.now_s()):
             _log.info("another set of workers serves", set_id=self.serving.current)
             self._notify()
-        for each in self.serving.apart - before:
-            names = [record.info.worker_id for record in self._records.values() if SetId.of(record.info) == each]
-            _log.warning("workers set apart", workers=", ".join(names), why=self.serving.why_apart(each))
+        for record in self._records.values() if before or self.serving.apart else ():
+            why = self.serving.why_apart(SetId.of(record.info))
+            if why and not record.set_apart:
+                _log.warning("worker set apart", worker_id=record.info.worker_id, why=why)
+            record.set_apart = bool(why)
 
     def _notify(self) -> None:
         self._changed.set()
         self._changed = asyncio.Event()
 
     def _current(self, info: WorkerInfo) -> WorkerRecord | None:
-        """This life of the worker."""
         record = self._records.get(info.worker_id)
         return record if record is not None and record.info.incarnation == info.incarnation else None

@@ -10,13 +10,15 @@ from __future__ import annotations
 import argparse
 import fcntl
 import hashlib
+import os
+import platform
 import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from os import cpu_count
+from contextlib import contextmanager
 from pathlib import Path
 
 from kernels.cpu.tiers import TIERS, machine_tiers
@@ -53,19 +55,19 @@ def build(
 
     Of several processes that want the same, one compiles and the others wait.
     """
-    folder, parts = folder or FOLDER, (COMMON, *tiers)
-    if all(library_path(part, folder).exists() for part in parts):
+    folder = folder or FOLDER
+    libraries = {part: library_path(part, folder) for part in (COMMON, *tiers)}
+    if all(library.exists() for library in libraries.values()):
         return  # the folder need not be writable
     compiler = next(filter(None, map(shutil.which, _COMPILERS)), None)
     if compiler is None:
         raise BuildError(f"no C++ compiler: looked for {', '.join(_COMPILERS)}")
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        with (folder / "_native.lock").open("w") as lock, tempfile.TemporaryDirectory() as objects:
-            fcntl.flock(lock, fcntl.LOCK_EX)
-            missing = [part for part in parts if not library_path(part, folder).exists()]
+        with _locked(folder), tempfile.TemporaryDirectory() as objects:
+            missing = {part: library for part, library in libraries.items() if not library.exists()}
             if missing and announce is not None:
-                announce(missing)
+                announce(tuple(missing))
             _compile(compiler, missing, Path(objects), folder)
     except OSError as error:
         raise BuildError(f"{folder}: {error}") from error
@@ -83,20 +85,33 @@ def build_best(folder: Path | None = None) -> None:
 
 
 def source_hash() -> str:
-    """Names the sources as they are."""
-    digest = hashlib.sha256()
+    """Names the sources as they are, and the architecture."""
+    digest = hashlib.sha256(platform.machine().encode())
     for path in sorted([*SOURCES.iterdir(), Path(__file__), Path(__file__).with_name("tiers.py")]):
         digest.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
     return digest.hexdigest()[:16]
 
 
-def _compile(compiler: str, parts: Sequence[str], objects: Path, folder: Path) -> None:
-    with ThreadPoolExecutor(cpu_count()) as pool:
-        list(pool.map(_run, [command for part in parts for command in _compilations(compiler, part, objects)]))
-    for part in parts:
+@contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """Keeps other processes that build in `folder` waiting."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def _compile(compiler: str, libraries: Mapping[str, Path], objects: Path, folder: Path) -> None:
+    with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
+        list(pool.map(_run, [command for part in libraries for command in _compilations(compiler, part, objects)]))
+    for part, library in libraries.items():
+        if library != library_path(part, folder):
+            raise BuildError("the sources changed while they were compiled: build them again")
         linked = folder / f"_native-{part}.new"
         _run([compiler, "-shared", "-Wl,--as-needed", *map(str, objects.glob(f"*-{part}.o")), "-o", str(linked)])
-        linked.replace(library_path(part, folder))
+        linked.replace(library)
     for old in folder.glob("_native*.so"):
         if source_hash() not in old.name:
             old.unlink()  # a process that has it open keeps it whole

@@ -91,7 +91,8 @@ class ScaledScheme:
         if zeros is not None and zeros.any():
             offsets = cut_groups(-self._spread(zeros, shape)[0] * scales, group, shape[1])
         form = QuantForm.INT8 if values.dtype is torch.int8 else QuantForm.FP8
-        return QuantizedWeight(form, values.contiguous(), cut_groups(scales, group, shape[1]), offsets, dtype)
+        values = values.clone(memory_format=torch.contiguous_format)  # it may lie in the mapped file
+        return QuantizedWeight(form, values, cut_groups(scales, group, shape[1]), offsets, dtype)
 
     def _decode_packed(
         self, shape: Shape, parts: Mapping[str, torch.Tensor], scales: torch.Tensor, group: int, dtype: torch.dtype

@@ -77,7 +77,8 @@ def test_workers_are_forked_from_what_is_imported_once_and_started_without_it_wh
     assert eventually(lambda: pids(client).get(Role.DECODE, before[Role.DECODE]) != before[Role.DECODE], 60)
     successor = pids(client)[Role.DECODE]
     known = children(cluster.process.pid)
-    assert (known["prefill-0"], known["decode-0"]) == (before[Role.PREFILL], successor)
+    said = [line for line in cluster.log if "child" in line]
+    assert (known["prefill-0"], known["decode-0"]) == (before[Role.PREFILL], successor), said
     assert torch_lies_at(successor) != torch_lies_at(before[Role.PREFILL])
     assert client.complete("Once", max_tokens=2, timeout_s=30).choices[0].token_ids
 

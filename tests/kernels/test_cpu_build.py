@@ -74,15 +74,26 @@ def test_of_those_who_ask_at_once_one_compiles(folder, compiled):
         for asked in [executor.submit(build.build, ["baseline"], announce=told.append) for _ in range(8)]:
             asked.result()
     assert sorted(compiled) == ["decoder-common.o", "kernel-baseline.o", "team-common.o"]
-    assert told == [["common", "baseline"]]
+    assert told == [("common", "baseline")]
 
 
-def test_what_is_there_needs_neither_a_compiler_nor_a_folder_to_write_to(folder, monkeypatch):
+def test_what_is_there_needs_no_compiler(folder, monkeypatch):
     build.build(["baseline"])
-    (folder / "_native.lock").unlink()
     monkeypatch.setenv("PATH", "")
     build.build(["baseline"])
-    assert not (folder / "_native.lock").exists()
+
+
+def test_sources_that_change_while_they_are_compiled_give_no_library(folder, sources, monkeypatch):
+    compile_one = build._run
+
+    def edit(command):
+        compile_one(command)
+        (sources / "kernel.cpp").write_text("// edited meanwhile\n")
+
+    monkeypatch.setattr(build, "_run", edit)
+    with pytest.raises(build.BuildError, match="changed while they were compiled"):
+        build.build(["baseline"])
+    assert built(folder) == set()
 
 
 def test_other_sources_are_another_library_and_the_old_one_goes(folder, sources):

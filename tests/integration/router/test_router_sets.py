@@ -112,7 +112,8 @@ async def test_a_set_apart_is_told_to_its_worker_and_logged_once(
     ]
     said = [(await call.read()).set_apart for call in calls]
     assert all("model_fingerprint" in each for each in said)
-    assert [each.getMessage() for each in caplog.records if "apart" in each.getMessage()] == ["workers set apart"]
+    logged = [str(vars(each)) for each in caplog.records if each.getMessage() == "worker set apart"]
+    assert sorted(next(name for name in ("d1", "d2") if name in each) for each in logged) == ["d1", "d2"]
 
 
 async def test_new_requests_go_to_the_new_set_once_it_is_the_larger(launch: Any, policy: Any) -> None:
@@ -151,3 +152,17 @@ async def test_a_request_outlives_the_loss_of_any_number_of_workers(launch: Any,
         decode = successor
     decode.let_go()
     assert await cluster.read_tokens(call) == cluster.completion(PROMPT, LENGTH)
+
+
+async def test_the_router_is_ready_while_another_set_is_about_to_take_over(launch: Any, policy: Any) -> None:
+    cluster = await launch(policy=policy(patience_s=60.0))
+    prefill, _ = await cluster.add_pair()
+    serving = cluster.router.workers.serving
+    await cluster.until(lambda: serving.current is not None)
+    serving._first_s -= TAKE_OVER_S  # the router is no longer young
+    new = await cluster.add(Role.ELASTIC, "e1", **NEW)
+    await prefill.die()
+    await cluster.until(lambda: serving.is_overtaken)
+    assert cluster.router.workers.readiness() is None
+    assert await cluster.read_tokens(cluster.generate(*PROMPT)) == cluster.completion(PROMPT, 8)
+    assert len(new.specs) == 1

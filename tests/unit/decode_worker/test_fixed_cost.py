@@ -181,3 +181,15 @@ def test_where_the_objective_leaves_a_chunk_enough_beside_the_fixed_cost_steps_k
         budget.step_took(num_decodes, tokens, added(fixed_s, num_decodes, tokens))
     step_s = added(fixed_s, num_decodes, tokens)
     assert 0.75 * objective_s <= step_s <= objective_s or tokens == CHUNK
+
+
+def test_one_step_that_stood_still_is_forgotten_soon() -> None:
+    budget = ChunkBudget(CHUNK, 0.05, 1000.0)
+    for _ in range(40):
+        budget.step_took(0, CHUNK, added(0.0, 1, CHUNK))
+        budget.step_took(8, 0, decode_s(8))
+    budget.step_took(8, 16, 2.0)
+    for _ in range(60):
+        tokens = budget.tokens(8, 1)
+        budget.step_took(8, tokens, added(0.0, 8, tokens))
+    assert added(0.0, 8, tokens) <= 0.05

@@ -185,7 +185,7 @@ async def test_an_offer_that_is_never_shown_expires(paired, recorder):
 
 async def test_idle_handoffs_live_by_heartbeats(paired, make_recorder, quick):
     async with AsyncExitStack() as stack:
-        pairs = {each: await stack.enter_async_context(paired(each)) for each in USABLE}
+        pairs = {each: await stack.enter_async_context(paired(each, quick)) for each in USABLE}
         recorders = {each: make_recorder() for each in USABLE}
         handoffs = {}
         for transport, pair in pairs.items():

@@ -95,8 +95,10 @@ async def test_a_connection_on_which_nothing_moves_fails_the_hand_off(open_hando
         await handoff.push(1, (BlockId(1),))
 
 
-async def test_heartbeats_are_no_progress_and_answers_and_payload_are(paired: Any, recorder: Any, raw: Any) -> None:
-    async with paired("tcp") as pair:
+async def test_heartbeats_are_no_progress_and_answers_and_payload_are(
+    paired: Any, recorder: Any, raw: Any, quick: Timing
+) -> None:
+    async with paired("tcp", quick) as pair:
         offer = pair.offer(recorder, (3,))
         async with raw(offer, "tcp") as peer:
             connection: Connection = peer.connection
@@ -145,11 +147,11 @@ async def test_a_hand_off_over_a_slow_wire_takes_as_long_as_it_takes(
 ) -> None:
     """One block in each WRITE, about one WRITE in each pause: in all several times what an answer may take."""
     monkeypatch.setattr(handoff_module, "PIECE_BYTES", 1)
-    async with paired("tcp", Timing(lease_s=20.0, reply_s=1.0)) as pair:
+    async with paired("tcp", Timing(lease_s=20.0, reply_s=2.0)) as pair:
         offer = pair.offer(recorder, tuple(range(12)))
         endpoint = Endpoint.decode(offer.endpoint)
         fields = endpoint.reach["tcp"]
-        async with SlowProxy(fields["host"], int(fields["port"]), 400, pause_s=0.2) as port:
+        async with SlowProxy(fields["host"], int(fields["port"]), 400, pause_s=0.5) as port:
             detour = Endpoint(endpoint.incarnation, {"tcp": {**fields, "port": str(port)}})
             handoff = await pair.sender.open(offer.ticket, detour.encode(), 5.0)
             await handoff.push(0, tuple(range(12)))

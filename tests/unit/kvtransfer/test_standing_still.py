@@ -55,8 +55,8 @@ async def test_a_sign_of_life_said_meanwhile_keeps_the_handoff(paired, make_reco
                 assert recorder.calls == ["receiving", "committed"]
 
 
-async def test_a_peer_that_fell_silent_within_a_frame_can_still_say_goodbye(paired, recorder, raw):
-    async with paired("shm") as pair:
+async def test_a_peer_that_fell_silent_within_a_frame_can_still_say_goodbye(paired, recorder, raw, quick):
+    async with paired("shm", quick) as pair:
         offer = pair.offer(recorder, (3,))
         async with raw(offer, "shm") as peer:
             number = await peer.open(offer)

@@ -60,6 +60,29 @@ def test_a_set_that_is_gone_is_replaced_as_soon_as_another_is_ready() -> None:
     assert chosen.choose({B: 1}, SETTLED_S + TAKE_OVER_S + 1)
 
 
+def test_of_several_that_are_ahead_only_one_that_was_for_the_time_takes_over() -> None:
+    chosen = serving()
+    chosen.choose({A: 1, B: 2}, SETTLED_S)
+    assert not chosen.choose({A: 1, B: 2, C: 9}, SETTLED_S + TAKE_OVER_S - 1)
+    assert chosen.choose({A: 1, B: 2, C: 9}, SETTLED_S + TAKE_OVER_S)
+    assert chosen.current == B
+    later_s = SETTLED_S + TAKE_OVER_S + 0.25
+    assert not chosen.choose({A: 1, B: 2, C: 9}, later_s)
+    assert chosen.choose({A: 1, B: 2, C: 9}, later_s + TAKE_OVER_S)
+    assert chosen.current == C
+
+
+def test_nothing_is_set_apart_until_one_serves_or_none_has_for_the_time() -> None:
+    chosen = ServingSet()
+    chosen.choose({A: 0, B: 0}, 0.0)
+    assert chosen.apart == frozenset()
+    chosen.choose({A: 0, B: 0}, TAKE_OVER_S)
+    assert chosen.apart == {A, B}
+    assert chosen.why_apart(A) == "no set of equal workers can serve"
+    chosen.choose({A: 0, B: 1}, TAKE_OVER_S + 1)
+    assert (chosen.current, chosen.apart) == (B, {A})
+
+
 def test_of_equal_sets_one_is_preferred_whichever_serves() -> None:
     for first in (A, B):
         chosen = serving(first)
@@ -77,9 +100,13 @@ def test_a_router_that_has_just_started_follows_the_leader_at_once() -> None:
 def test_only_a_set_of_the_pinned_model_serves() -> None:
     chosen = ServingSet(pinned="b")
     assert not chosen.choose({A: 8}, 0.0)
+    assert chosen.wanted == SetId("b", "")
+    chosen.choose({A: 8, B: 0}, 0.5)
+    assert chosen.apart == frozenset()
     assert chosen.choose({A: 8, B: 1}, 1.0)
     assert not chosen.choose({A: 8, B: 0, C: 9}, 60.0)
     assert chosen.current == B
+    assert "--model-fingerprint b" in chosen.why_apart(A)
 
 
 reports = st.lists(st.dictionaries(st.sampled_from([A, B, C]), st.integers(0, 3)), min_size=1, max_size=8)
@@ -96,7 +123,7 @@ def test_routers_of_different_pasts_that_hear_the_same_come_to_decide_alike(
         chosen = ServingSet()
         for second, seats in enumerate(past):
             chosen.choose(seats, float(second))
-        for second in range(20, 20 + int(TAKE_OVER_S) + 1):
+        for second in range(20, 20 + 3 * int(TAKE_OVER_S)):
             chosen.choose(last, float(second))
         routers.append(chosen.current)
     assert routers[0] == routers[1]
