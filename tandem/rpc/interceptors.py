@@ -65,7 +65,10 @@ class CallGuard(grpc.aio.ServerInterceptor):
             return raw if deserialize is None else decode_request(deserialize, raw)
 
         async def guarded(requests: AsyncIterator[Any], context: Context) -> Any:
-            raw = None if handler.request_streaming else await anext(requests, None)
+            raw = None
+            if not handler.request_streaming:
+                async with aclosing(aiter(requests)) as messages:  # gRPC's own generator would keep the message
+                    raw = await anext(messages, None)
 
             async def answer() -> Any:
                 nonlocal raw
