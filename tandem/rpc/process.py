@@ -25,6 +25,8 @@ _log = get_logger(__name__)
 
 T = TypeVar("T")
 
+REPORT = "tandem: "
+"""Begins the line that says why a process ends."""
 EXIT_OK = 0
 EXIT_FAILED = 1
 EXIT_BAD_CONFIG = 2
@@ -123,7 +125,7 @@ def run_process(main: Callable[[StopSignal], Awaitable[None]]) -> int:
 
 
 def _report(error: TandemError) -> int:
-    write_line(f"tandem: {error.message}")
+    write_line(f"{REPORT}{error.message}")
     flush_lines()
     return EXIT_BAD_CONFIG if isinstance(error, ConfigError | CheckpointError) else EXIT_FAILED
 
