@@ -49,8 +49,9 @@ class Answering(rpc.InferenceServiceServicer):
         return pb.TokenizeResponse()
 
 async def main():
-    service = Service("tandem.v1.InferenceService", lambda server: rpc.add_InferenceServiceServicer_to_server(Answering(), server))
-    server = RpcServer("127.0.0.1:0", [service], announce_s=0)
+    def register(server):
+        rpc.add_InferenceServiceServicer_to_server(Answering(), server)
+    server = RpcServer("127.0.0.1:0", [Service("tandem.v1.InferenceService", register)], announce_s=0)
     channel = open_channel(f"127.0.0.1:{await server.start()}")
     call, request = rpc.InferenceServiceStub(channel).Tokenize, pb.TokenizeRequest(text="a" * 4_000_000)
     for _ in range(4):

@@ -229,7 +229,9 @@ async def test_nothing_that_a_refused_call_held_outlives_it(serve: Serve) -> Non
             held.append(weakref.ref(holding))
             raise Overloaded("later")
 
-    service = Service(NAME, lambda server: inference_pb2_grpc.add_InferenceServiceServicer_to_server(Refusing(), server))
+    service = Service(
+        NAME, lambda server: inference_pb2_grpc.add_InferenceServiceServicer_to_server(Refusing(), server)
+    )
     server, channel = await serve(service)
     with pytest.raises(grpc.aio.AioRpcError, match="later"):
         await inference_pb2_grpc.InferenceServiceStub(channel).Tokenize(inference_pb2.TokenizeRequest(text="a"))
