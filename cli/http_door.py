@@ -11,13 +11,14 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
-import json
 import math
 import os
+import secrets
 import socket
 import sys
 import threading
 import time
+from collections.abc import Sequence
 
 from cli.http_call import HttpCaller
 from cli.pass_through import start_pass_through
@@ -28,6 +29,8 @@ from tandem.security.credentials import Outgoing
 from tandem.security.exposure import is_loopback
 
 _POLL_S = 0.1
+_LOOK_S = "1"
+"""How often smg looks whether the router is there, and so the longest that it refuses requests after its return."""
 _ASK_TIMEOUT_S = 5.0
 _CALLED = frozenset({"vllm.grpc.engine.VllmEngine", "grpc.health.v1.Health"})
 """The services that smg calls."""
@@ -76,20 +79,34 @@ def main() -> None:
 
 def _run_gateway(address: str, router: str, config: HttpDoorConfig, outgoing: Outgoing) -> None:
     """In this process: signals reach it, and its arguments, the key among them, are in no list of processes."""
+    from smg import launch_router
     from smg.cli import main as smg
 
+    launch_router.print_banner = lambda *_: None  # a drawing, which is no line of a log
     host, _, port = address.rpartition(":")
     files = config.security
     tls = () if files.tls_cert is None else ("--tls-cert-path", files.tls_cert, "--tls-key-path", files.tls_key)
     key = () if outgoing.tokens is None else ("--api-key", outgoing.tokens.bearer().removeprefix("Bearer "))
+    # Whoever may generate may not add servers, nor remove the router; nobody may, as nobody knows this key.
+    control = ("--control-plane-api-keys", f"tandem:tandem:admin:{secrets.token_urlsafe(32)}")
     sys.argv = [
-        *("smg", "launch", "--host", host.strip("[]"), "--port", port),
+        *("smg", "launch", "--host", host.strip("[]"), "--port", port, *_words(config.gateway), *control),
         *("--shutdown-grace-period-secs", str(math.ceil(config.drain_grace_s))),
         *("--worker-urls", f"grpc://{router}", "--backend", "vllm", "--history-backend", "none"),
+        # One router has no other to spare: without it, nothing is gained by refusing until 60 s have passed.
+        *("--disable-circuit-breaker", "--load-monitor-interval", _LOOK_S),
         *("--prometheus-host", "127.0.0.1", "--prometheus-port", str(_free_port("127.0.0.1")), "--log-level", "warn"),
         *(word for word in (*tls, *key) if word is not None),
     ]
     smg()
+
+
+def _words(options: Sequence[str]) -> list[str]:
+    """`NAME=VALUE` as smg's command line has it; values of one name stand together."""
+    values: dict[str, list[str]] = {}
+    for name, _, value in (each.partition("=") for each in options):
+        values.setdefault(name, []).extend([value] if value else [])
+    return [word for name, given in values.items() for word in (f"--{name}", *given)]
 
 
 def _tell_when_ready(caller: HttpCaller, address: str, stdout: int) -> None:
@@ -101,11 +118,10 @@ def _tell_when_ready(caller: HttpCaller, address: str, stdout: int) -> None:
 def _has_model(caller: HttpCaller) -> bool:
     """Whether the gateway knows a model and its tokenizer, which comes later: until then it refuses requests."""
     try:
-        models = json.loads(caller.answer("/v1/models", _ASK_TIMEOUT_S) or b"{}").get("data")
-        if not models:
+        model = caller.model(_ASK_TIMEOUT_S)
+        if model is None:
             return False
-        text = json.dumps({"model": models[0]["id"], "prompt": "a"}).encode()
-        return caller.answer("/v1/tokenize", _ASK_TIMEOUT_S, text) is not None
+        return caller.answer("/v1/tokenize", _ASK_TIMEOUT_S, {"model": model, "prompt": "a"})[0] == 200
     except OSError:
         return False
 

@@ -126,7 +126,8 @@ class _Server:
         if self._config.http is not None:
             spec = http_spec(self._config, self._config.http, address, self._cores)
             outgoing = Outgoing.of_client(client_side(self._config.router.security), address)
-            self._http = self._supervise(spec, partial(self._start_child, spec), partial(HttpHealth, outgoing=outgoing))
+            connect = partial(HttpHealth, outgoing=outgoing, router=partial(self._connect, address))
+            self._http = self._supervise(spec, partial(self._start_child, spec), connect)
             await self._http.address()
         print(f"ready {self._router_listen}", flush=True)
 
@@ -224,9 +225,12 @@ def router_spec(config: ServeConfig, cores: Sequence[int], listen: str) -> Child
 
 def http_spec(config: ServeConfig, listen: str, router: str, cores: Sequence[int]) -> ChildSpec:
     """The HTTP door in front of the router at `router`."""
+    template, as_json = config.router.chat_template, config.router.log_format == "json"
+    of_router = (*([f"chat-template={template}"] if template else ()), *(["log-json"] if as_json else ()))
     door = HttpDoorConfig(
         listen=listen,
         router=router,
+        gateway=(*of_router, *config.http_gateway),
         drain_grace_s=config.router.drain_grace_s,
         max_receive_bytes=config.router.max_receive_bytes,
         security=client_side(config.router.security),

@@ -22,7 +22,7 @@ from typing import IO, Protocol, TypeAlias
 from cli.liveness import CHECK_S, FROZEN_GRACE_S, HealthClient, Sign, sign_of_life, until_frozen
 from tandem.clock import Clock
 from tandem.errors import ConfigError, Unavailable
-from tandem.rpc.process import EXIT_BAD_CONFIG
+from tandem.rpc.process import EXIT_BAD_CONFIG, REPORT
 from tandem.telemetry.logging import get_logger
 
 _log = get_logger(__name__)
@@ -73,7 +73,10 @@ def open_process(command: Sequence[str]) -> subprocess.Popen[bytes]:
 
 
 class Child:
-    """One life of one child. stderr goes to `sink` line by line; stdout is read for the ready line only."""
+    """One life of one child. stdout is read for the ready line only.
+
+    stderr goes to `sink` line by line, except for the line that says why the child ends: `last_words` has that.
+    """
 
     def __init__(self, process: Process, sink: Callable[[str], None]) -> None:
         """Takes over what was started, inside a running loop."""
@@ -117,7 +120,8 @@ class Child:
     async def _read_stderr(self) -> None:
         async for line in _lines(self._process.stderr):
             self.last_words = line.strip() or self.last_words
-            self._sink(line)
+            if not line.startswith(REPORT):
+                self._sink(line)
 
 
 @dataclass(slots=True)
@@ -214,7 +218,7 @@ class Supervisor:
         try:
             while not self._stopping.is_set():
                 returncode = await self._one_life()
-                if self._stopping.is_set() or not await self._goes_on(returncode):
+                if not await self._goes_on(returncode):
                     return
         finally:
             self._address.cancel()  # without effect on one that is known
@@ -293,13 +297,17 @@ class Supervisor:
 
     async def _goes_on(self, returncode: int) -> bool:
         """Waits for the restart's time; False if a stop came first."""
+        words = self._last_words.removeprefix(REPORT)
+        if self._stopping.is_set():
+            if returncode > 0:
+                _log.warning("child ended", child=self.name, code=returncode, last_words=words)
+            return False
         delay_s = self._policy.restart_delay_s(returncode)
         if delay_s is None:
-            words = self._last_words.removeprefix("tandem: ")
             if returncode == EXIT_BAD_CONFIG:
                 raise ConfigError(self.name, words)
             raise Unavailable(f"{self.name} exits with code {returncode} before it is ready: {words}")
-        _log.warning("child ended", child=self.name, code=returncode, restart_in_s=delay_s)
+        _log.warning("child ended", child=self.name, code=returncode, restart_in_s=delay_s, last_words=words)
         try:
             await asyncio.wait_for(self._stopping.wait(), delay_s)
         except TimeoutError:

@@ -54,6 +54,8 @@ class DiskSlots:
         """Rows that will be free when they are written."""
         self.is_broken = False
         """The disk has failed: nothing goes there any more, and nothing comes back."""
+        self._num_damaged = 0
+        """Blocks that came back with other bytes than were written."""
         self.num_stored = self.num_loaded = self.num_failed = 0
         """Blocks that were written, and read; and those that were lost, because that failed."""
 
@@ -100,6 +102,8 @@ class DiskSlots:
             self._num_jobs -= 1
             if job.error is not None:
                 self._broke(job.error)
+            elif not job.is_intact:
+                self._damaged()
             is_good = job.error is None and job.is_intact
             self.num_failed += not is_good
             if job.is_read and not is_good:
@@ -132,6 +136,15 @@ class DiskSlots:
             if self._writes.get(job.slot) is job:  # else the slot has become another block's
                 del self._writes[job.slot]
                 self._checksums[job.slot] = job.checksum
+
+    def _damaged(self) -> None:
+        """Warns at the first damaged block, and whenever their number has doubled."""
+        self._num_damaged += 1
+        if self._num_damaged.bit_count() == 1:
+            _log.warning(
+                "blocks of the disk tier came back with other bytes and are computed again; is the disk sound?",
+                blocks=self._num_damaged,
+            )
 
     def _broke(self, error: OSError) -> None:
         if not self.is_broken:

@@ -15,6 +15,7 @@ from tandem.admin.content import ScrapeTarget
 from tandem.clock import Clock
 from tandem.cluster_status import ClusterStatus, WorkerStatus
 from tandem.config import RouterConfig
+from tandem.rpc.open_files import OpenFiles
 from tandem.rpc.server import RpcServer
 from tandem.telemetry import metric_names as names
 from tandem.telemetry.metric import Labels
@@ -81,12 +82,14 @@ class RouterStatus:
     async def announce(self, server: RpcServer) -> None:
         """Ticks the workers' leases and tells the health service of changes at once, until cancelled.
 
-        In the same turns ends requests whose answers nobody reads.
+        In the same turns ends requests whose answers nobody reads, and looks at what descriptors are left.
         """
+        open_files = OpenFiles(self._clock)
         while True:
             self._workers.tick()
             self._admission.resize(self._limit())
             self._entrance.end_unread()
+            open_files.look()
             server.set_serving(self.obstacle() is None)
             await self._workers.wait_for_change(self._workers.tick_s)
 

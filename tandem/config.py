@@ -200,6 +200,23 @@ _SET_BY_SERVE = (
 )
 
 
+_GATEWAY = (
+    *("parser", "tool-call-parser", "reasoning-parser", "chat-template", "log-json"),
+    *("enable-trace", "otlp-traces-endpoint", "cors-allowed-origins"),
+)
+
+
+def _gateway_option(name: str) -> Any:
+    """Options of smg that are passed on: those that change neither whom it calls nor who may call it."""
+    return option(
+        name,
+        (),
+        f"options of the gateway smg, each as NAME or NAME=VALUE, of {', '.join(_GATEWAY)}; --chat-template and "
+        "--log-format json reach it too",
+        text(rf"({'|'.join(_GATEWAY)})(=.+)?", f"NAME or NAME=VALUE with one of {', '.join(_GATEWAY)}"),
+    )
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServeConfig:
     """`tandem serve`: a router and its workers as child processes.
@@ -235,6 +252,7 @@ class ServeConfig:
         host_port(port_zero=True),
         none_word="none",
     )
+    http_gateway: tuple[str, ...] = _gateway_option("http-gateway")
     lend_cores: bool = option(
         "lend-cores",
         True,
@@ -274,6 +292,7 @@ class HttpDoorConfig:
 
     listen: str = option("listen", "127.0.0.1:0", "address to serve on", host_port(port_zero=True))
     router: str = option("router", DEFAULT_ADDRESS, "address of the router", host_port())
+    gateway: tuple[str, ...] = _gateway_option("gateway")
     drain_grace_s: float = drain_grace_option()
     max_receive_bytes: int = max_receive_option()
     security: ClientSecurityConfig = grouped(ClientSecurityConfig)

@@ -36,13 +36,14 @@ def listen(host: str, port: int = 0) -> socket.socket:
         family, kind, proto, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         sock = socket.socket(family, kind, proto)
     except OSError as error:
-        raise ConfigError("listen", f"cannot resolve {host!r}: {error}") from error
+        raise ConfigError("--listen", f"cannot resolve {host!r}: {error}") from error
     # A fixed port is wanted again at once by the next life of this process, while old connections linger.
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         return listening(sock, address)
     except OSError as error:
-        raise ConfigError("listen", f"cannot listen on {host!r}, port {port}: {error}") from error
+        option = "--kv-port" if port and error.errno != errno.EADDRNOTAVAIL else "--listen"
+        raise ConfigError(option, f"cannot listen on {host!r}, port {port}: {error}") from error
 
 
 async def dial(host: str, port: int) -> socket.socket:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import socket
 
 _LOOPBACK = {"0.0.0.0": "127.0.0.1", "[::]": "[::1]"}
@@ -35,3 +36,18 @@ def local_address(address: str) -> str:
     """Where this machine reaches a server that listens on `address`, which may be a wildcard."""
     host, _, port = address.rpartition(":")
     return f"{_LOOPBACK.get(host, host)}:{port}"
+
+
+def is_taken(listen: str, *, shared: bool) -> bool:
+    """Whether another process listens on `HOST:PORT`; `shared`: without sharing it with others that do."""
+    host, _, port = listen.rpartition(":")
+    try:
+        family, kind, proto, _, address = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_STREAM)[0]
+        with socket.socket(family, kind, proto) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            if shared:
+                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+            probe.bind(address)
+    except OSError as error:
+        return error.errno == errno.EADDRINUSE
+    return False

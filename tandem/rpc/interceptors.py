@@ -8,10 +8,10 @@ that the log explains). The call count is what an ordered drain waits for.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from contextlib import aclosing
 from inspect import isasyncgen
-from typing import Any
+from typing import Any, cast
 
 import grpc
 import grpc.aio
@@ -65,7 +65,11 @@ class CallGuard(grpc.aio.ServerInterceptor):
             return raw if deserialize is None else decode_request(deserialize, raw)
 
         async def guarded(requests: AsyncIterator[Any], context: Context) -> Any:
-            raw = None if handler.request_streaming else await anext(requests, None)
+            raw = None
+            if not handler.request_streaming:
+                messages = cast("AsyncGenerator[Any, None]", aiter(requests))
+                async with aclosing(messages):  # gRPC's own generator would keep the message
+                    raw = await anext(messages, None)
 
             async def answer() -> Any:
                 nonlocal raw

@@ -8,7 +8,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import os
-import resource
 import signal
 import sys
 from collections.abc import Awaitable, Callable
@@ -18,6 +17,7 @@ import uvloop
 
 from tandem.config import add_arguments, load
 from tandem.errors import CheckpointError, ConfigError, TandemError
+from tandem.rpc.open_files import check_open_files
 from tandem.telemetry.logging import get_logger
 from tandem.telemetry.stderr_lines import flush_lines, write_line
 
@@ -25,13 +25,12 @@ _log = get_logger(__name__)
 
 T = TypeVar("T")
 
+REPORT = "tandem: "
+"""Begins the line that says why a process ends."""
 EXIT_OK = 0
 EXIT_FAILED = 1
 EXIT_BAD_CONFIG = 2
 """A bad option, environment variable, model folder or limit of the operating system."""
-
-MIN_OPEN_FILES = 256
-"""gRPC crashes, rather than fails, where it can open no more. A process without load has about forty open."""
 
 
 class StopSignal:
@@ -108,7 +107,7 @@ def run_process(main: Callable[[StopSignal], Awaitable[None]]) -> int:
     ConfigError and CheckpointError are for the operator: one line on stderr, code 2.
     """
     try:
-        _check_open_files()
+        check_open_files()
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             runner.run(_with_signals(main))
     except TandemError as error:
@@ -125,16 +124,8 @@ def run_process(main: Callable[[StopSignal], Awaitable[None]]) -> int:
     return EXIT_OK
 
 
-def _check_open_files() -> None:
-    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if limit < MIN_OPEN_FILES:
-        raise ConfigError(
-            "limit of open files", f"it is {limit}, at least {MIN_OPEN_FILES} are needed; raise it (ulimit -n 4096)"
-        )
-
-
 def _report(error: TandemError) -> int:
-    write_line(f"tandem: {error.message}")
+    write_line(f"{REPORT}{error.message}")
     flush_lines()
     return EXIT_BAD_CONFIG if isinstance(error, ConfigError | CheckpointError) else EXIT_FAILED
 

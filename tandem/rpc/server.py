@@ -16,6 +16,7 @@ from opentelemetry.trace import Tracer
 
 from tandem.errors import ConfigError
 from tandem.rpc import channelz, health, reflection
+from tandem.rpc.address import is_taken
 from tandem.rpc.authentication import REFUSALS, TokenGuard
 from tandem.rpc.bounds import connection_options
 from tandem.rpc.channel import MAX_RECEIVE_BYTES, ChannelOptions, keepalive_options
@@ -115,6 +116,8 @@ class RpcServer:
     def _bind(self, server: grpc.aio.Server, listen: str) -> int:
         tls = self._incoming.tls
         try:
+            if is_taken(listen, shared=self._own_port is not None):  # gRPC would write lines of its own
+                raise RuntimeError("another process listens there")
             if tls is None:
                 return server.add_insecure_port(listen)
             return server.add_secure_port(listen, server_credentials(tls))

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import queue
 import signal
+import socket
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -85,3 +89,21 @@ def test_sigterm_under_load_lets_every_running_stream_finish(own_cluster: Cluste
 
         assert [each.result(timeout=30) for each in streams] == [200] * 8
     assert code == 0
+
+
+def test_a_router_out_of_descriptors_says_so_and_serves_those_who_are_connected() -> None:
+    tandem = f'ulimit -n 256; exec "{sys.executable}" -m cli.main router --model demo --listen 127.0.0.1:0'
+    command, pipe = ["sh", "-c", tandem], subprocess.PIPE
+    with subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True) as router, contextlib.ExitStack() as held:
+        assert router.stdout is not None
+        assert router.stderr is not None
+        try:
+            host, port = router.stdout.readline().split()[1].split(":")
+            client = held.enter_context(Client(f"{host}:{port}"))
+            client.model(timeout_s=30)
+            for _ in range(256):
+                held.enter_context(socket.create_connection((host, int(port)), timeout=30))
+            assert any("limit of open files" in line and "limit=256" in line for line in router.stderr)
+            assert client.model(timeout_s=30).model == "demo"
+        finally:
+            router.kill()

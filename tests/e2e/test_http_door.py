@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import signal
 import subprocess
 import sys
 import urllib.error
@@ -18,6 +20,7 @@ import openai
 import pytest
 
 from bench.cluster import Cluster, becomes_idle, eventually, serve
+from bench.processes import children
 from tandem.client import Client
 from tests.at_rest import nothing_runs
 
@@ -43,11 +46,17 @@ def cluster() -> Iterator[Cluster]:
 
 @pytest.fixture(scope="module")
 def base_url(cluster: Cluster) -> str:
+    return f"http://{door_of(cluster)}"
+
+
+def door_of(cluster: Cluster) -> str:
+    """The address that its log names, in either format."""
+
     def told() -> list[str]:
-        return re.findall(r"child ready child=http address=(\S+)", "\n".join(cluster.log))
+        return re.findall(r'child[=": ]+http\W+address[=": ]+([\d.:]+)', "\n".join(cluster.log))
 
     assert eventually(told)
-    return f"http://{told()[0]}"
+    return told()[0]
 
 
 @pytest.fixture
@@ -178,11 +187,45 @@ def test_many_at_once(client: openai.OpenAI) -> None:
     assert all(texts[number] == texts[number % 4] for number in range(32))
 
 
+@pytest.mark.parametrize(
+    ("method", "path"),
+    [("GET", "/workers"), ("POST", "/workers"), ("DELETE", "/workers/1"), ("POST", "/flush_cache"), ("POST", "/wasm")],
+)
+def test_nobody_may_change_whom_the_gateway_calls(base_url: str, method: str, path: str) -> None:
+    body = None if method == "GET" else b'{"url": "grpc://127.0.0.1:1"}'
+    request = urllib.request.Request(base_url + path, body, {"Content-Type": "application/json"}, method=method)
+    with pytest.raises(urllib.error.HTTPError, match="401") as refused:
+        urllib.request.urlopen(request, timeout=30)
+    refused.value.close()
+
+
+def test_after_a_router_was_away_requests_are_served_at_once(client: openai.OpenAI, cluster: Cluster) -> None:
+    """A circuit breaker would refuse them for a minute."""
+
+    def ends_well(_: object = None) -> bool:
+        try:
+            return bool(client.completions.create(prompt="Once", max_tokens=2, **GREEDY).choices)
+        except openai.APIError:
+            return False
+
+    def some_fail() -> bool:
+        """The first time the router is back before the gateway's last try."""
+        if (router := children(cluster.process.pid).get("router")) is not None:
+            os.kill(router, signal.SIGKILL)
+        with ThreadPoolExecutor(16) as pool:
+            return not all(list(pool.map(ends_well, range(16))))
+
+    assert eventually(some_fail, 30)
+    assert eventually(ends_well, 30)
+
+
 LACKS = {
     "/version": ({}, 404),
     "/metrics": ({}, 404),
     "/v1/tokenize": ({"prompt": "Once"}, 200),
     "/tokenize": ({"prompt": "Once"}, 404),
+    "/engine_metrics": ({}, 500),
+    "/parse/reasoning": ({"text": "a"}, 401),
     "/v1/embeddings": ({"input": "Once"}, 501),
     "/score": ({"text_1": "a", "text_2": "b"}, 404),
     "/v1/completions": ({"prompt": [5, 6, 7], "max_tokens": 1}, 400),
@@ -211,3 +254,30 @@ def test_a_field_that_the_gateway_does_not_know_is_not_heeded(client: openai.Ope
     assert client.completions.create(**asked, extra_body=unknown).choices[0].text == plain
     followed = client.completions.create(**asked, extra_body={"regex": "[0-9]+"}).choices[0].text
     assert re.fullmatch("[0-9]+", followed)
+
+
+def test_the_gateway_has_the_routers_template_and_log_format_and_options_of_its_own(tmp_path: Path) -> None:
+    template = tmp_path / "chat.jinja"
+    template.write_text("{% for message in messages %}{{ message.content }} Once upon a time{% endfor %}")
+    gateway = ("--http-gateway", "cors-allowed-origins=https://a.example")
+    with serve(
+        *("demo", "--http", "127.0.0.1:0", "--chat-template", str(template), "--log-format", "json", *gateway)
+    ) as cluster:
+        address = door_of(cluster)
+        headers = {"Origin": "https://a.example", "Access-Control-Request-Method": "POST"}
+        preflight = urllib.request.Request(f"http://{address}/v1/models", None, headers, method="OPTIONS")
+        with urllib.request.urlopen(preflight, timeout=30) as allowed:
+            assert allowed.headers["Access-Control-Allow-Origin"] == "https://a.example"
+        with (
+            openai.OpenAI(base_url=f"http://{address}/v1", api_key="none", max_retries=0, timeout=60) as client,
+            Client(cluster.target) as direct,
+        ):
+            answer = client.chat.completions.create(messages=CHAT, max_tokens=8, **GREEDY)
+            expected = direct.complete(messages=CHAT, max_tokens=8, temperature=0.0)
+            assert answer.usage is not None
+            assert answer.usage.prompt_tokens == expected.usage.prompt_tokens
+            assert answer.choices[0].message.content == expected.text
+            with pytest.raises(openai.NotFoundError):
+                client.chat.completions.create(messages=CHAT, **(GREEDY | {"model": "nobody"}))
+        assert eventually(lambda: any("client error" in line for line in cluster.log))
+        assert all(json.loads(line) for line in cluster.log)

@@ -132,10 +132,12 @@ def test_another_key_is_refused(address: str, trusting: ssl.SSLContext, key: str
         stranger.chat.completions.create(max_tokens=4, **GREEDY)
 
 
-def test_the_gateways_control_interface_asks_for_the_key_too(address: str, trusting: ssl.SSLContext) -> None:
-    body = b'{"url": "grpc://127.0.0.1:1"}'
-    for path, sent in (("/workers", None), ("/workers", body), ("/v1/chat/completions", b"{}")):
-        request = urllib.request.Request(f"https://{address}{path}", sent, {"Content-Type": "application/json"})
+@pytest.mark.parametrize("bearer", [None, TOKEN])
+def test_the_gateways_control_interface_is_nobodys(address: str, trusting: ssl.SSLContext, bearer: str | None) -> None:
+    key = {} if bearer is None else {"Authorization": f"Bearer {bearer}"}
+    for sent in (None, b'{"url": "grpc://127.0.0.1:1"}'):
+        headers = {"Content-Type": "application/json", **key}
+        request = urllib.request.Request(f"https://{address}/workers", sent, headers)
         with pytest.raises(urllib.error.HTTPError, match="401") as refused:
             urllib.request.urlopen(request, timeout=PATIENCE_S, context=trusting)
         refused.value.close()

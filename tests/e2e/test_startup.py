@@ -110,6 +110,21 @@ def test_a_port_in_use_is_named() -> None:
     assert address in done.stderr
 
 
+def test_serve_says_once_why_it_does_not_start() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        address = f"127.0.0.1:{taken.getsockname()[1]}"
+
+        done = finished("serve", "--model", "demo", "--listen", address)
+
+    assert done.returncode == 2
+    assert [line for line in done.stderr.splitlines() if address in line] == [
+        f"tandem: router: --listen: cannot listen on {address}; is the port in use? Name another, or port 0 for any "
+        "free one"
+    ]
+
+
 @pytest.mark.parametrize(
     ("arguments", "named"),
     [

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from cli.http_door import check_http
+from cli.http_door import _words, check_http
 from cli.serve import http_spec
 from tandem.config import HttpDoorConfig, RouterConfig, ServeConfig, add_arguments, load
 from tandem.errors import ConfigError
@@ -54,3 +54,27 @@ def test_without_the_gateway_the_error_says_what_to_install(monkeypatch: pytest.
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ConfigError, match="the extra `http`"):
         check_http(config("127.0.0.1:0"))
+
+
+def test_the_gateway_gets_the_options_that_are_meant_for_it() -> None:
+    given = ServeConfig(
+        http="127.0.0.1:0",
+        http_gateway=("tool-call-parser=qwen", "cors-allowed-origins=https://a", "cors-allowed-origins=https://b"),
+        router=RouterConfig(chat_template="chat.jinja", log_format="json"),
+    )
+    spec = http_spec(given, "127.0.0.1:0", "127.0.0.1:50051", [0])
+    parser = argparse.ArgumentParser()
+    add_arguments(parser, HttpDoorConfig)
+    words = _words(load(HttpDoorConfig, parser.parse_args(spec.arguments), {}).gateway)
+    assert words == [
+        *("--chat-template", "chat.jinja", "--log-json", "--tool-call-parser", "qwen"),
+        *("--cors-allowed-origins", "https://a", "https://b"),
+    ]
+
+
+@pytest.mark.parametrize("word", ["worker-urls=grpc://stranger:1", "control-plane-api-keys=a:b:admin:c", "--parser"])
+def test_no_option_of_the_gateway_is_passed_on_that_says_whom_it_calls_or_who_may_call_it(word: str) -> None:
+    parser = argparse.ArgumentParser()
+    add_arguments(parser, ServeConfig)
+    with pytest.raises(ConfigError, match="--http-gateway"):
+        load(ServeConfig, parser.parse_args([f"--http-gateway={word}"]), {})

@@ -181,6 +181,16 @@ def test_a_block_that_the_disk_has_not_kept_is_not_known_nor_what_follows_it(cac
     cache.check_invariants()
 
 
+def test_damage_is_logged_at_the_first_block_and_whenever_it_has_doubled(cache, disk, caplog):
+    to_disk(cache)
+    os.pwrite(disk._file.fileno(), b"elsewise" * 3, 0)
+    cache.prefetch("", TOKENS)
+    until_idle(cache)
+    assert cache.counters.disk_failed_blocks == 3
+    warned = [record for record in caplog.records if record.levelname == "WARNING"]
+    assert [record.fields["blocks"] for record in warned] == [1, 2]
+
+
 def test_a_disk_that_fails_is_not_used_any_more(cache, disk, host):
     to_disk(cache)
     disk._file.truncate(0)

@@ -172,6 +172,11 @@ def quick() -> Timing:
     return QUICK
 
 
+@pytest.fixture
+def patient() -> Timing:
+    return PATIENT
+
+
 class RawSender:
     """Speaks the wire by hand, so that it can say what no sender of ours would; payload goes by the true lane."""
 

@@ -148,11 +148,11 @@ async def test_after_a_fault_on_the_device_only_the_writers_death_frees_its_bloc
 
 
 async def test_an_allocation_that_cannot_be_mapped_is_left_for_the_next_transport(
-    recorder: Any, quick: Any, cuda: StandInCuda
+    recorder: Any, patient: Any, cuda: StandInCuda
 ) -> None:
     source, target, clock = make_pool("cuda_ipc"), make_pool("cuda_ipc"), ManualClock()
-    receiver = KvReceiver(target.memory, PRINTS, clock, ("cuda_ipc", "tcp"), "127.0.0.1", timing=quick)
-    sender = KvSender(source.memory, PRINTS, clock, "auto", timing=quick)
+    receiver = KvReceiver(target.memory, PRINTS, clock, ("cuda_ipc", "tcp"), "127.0.0.1", timing=patient)
+    sender = KvSender(source.memory, PRINTS, clock, "auto", timing=patient)
     await receiver.start()
     cuda.set("FAIL", "cuMemMap:1:2")
     offer = receiver.offer((BlockRef(BlockId(3), 1),), recorder, 30.0)

@@ -19,8 +19,8 @@ def room_for_two(monkeypatch):
 
 
 @pytest.fixture
-async def newcomer(make_pool, prints, quick):
-    sender = KvSender(make_pool().memory, prints, ManualClock(), "tcp", timing=quick)
+async def newcomer(make_pool, prints, patient):
+    sender = KvSender(make_pool().memory, prints, ManualClock(), "tcp", timing=patient)
     yield sender
     await sender.stop()
 
@@ -64,10 +64,10 @@ async def test_who_has_shown_a_ticket_stays_longer_than_who_has_not(paired, raw,
 
 
 async def test_the_sender_that_was_idle_longest_goes_and_dials_again_for_its_next_hand_off(
-    paired, newcomer, make_pool, prints, quick, make_recorder
+    paired, newcomer, make_pool, prints, patient, make_recorder
 ):
     async with paired("tcp") as pair:
-        third = KvSender(make_pool().memory, prints, ManualClock(), "tcp", timing=quick)
+        third = KvSender(make_pool().memory, prints, ManualClock(), "tcp", timing=patient)
         for sender in (pair.sender, newcomer, pair.sender, third):
             await _hand_over(pair, sender, make_recorder())
         await _hung_up(newcomer)

@@ -75,11 +75,11 @@ class Node:
 
 
 @pytest.fixture
-def nodes(make_pool: Callable[..., Any], prints: Any, quick: Timing) -> Callable[..., Any]:
+def nodes(make_pool: Callable[..., Any], prints: Any, patient: Timing) -> Callable[..., Any]:
     """`async with nodes("shm", 2) as (one, other)`: each with a ring of 16 rows; at the end all rows are free."""
 
     @asynccontextmanager
-    async def opened(way: str, count: int = 2, timing: Timing = quick) -> AsyncIterator[list[Node]]:
+    async def opened(way: str, count: int = 2, timing: Timing = patient) -> AsyncIterator[list[Node]]:
         made: list[Node] = []
         for _ in range(count):
             pool = torch.randint(0, 256, (NUM_BLOCKS, prints.layout.block_bytes), dtype=torch.uint8)

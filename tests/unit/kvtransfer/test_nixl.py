@@ -284,7 +284,7 @@ class DevicePair:
 
 
 @pytest.fixture
-async def device_pair(make_pool: Callable[..., Any], prints: Any, quick: Timing) -> AsyncIterator[DevicePair]:
+async def device_pair(make_pool: Callable[..., Any], prints: Any, patient: Timing) -> AsyncIterator[DevicePair]:
     """The device is host memory here; NIXL is told of it by the tensor."""
     source, target, rows = make_pool(), make_pool(), torch.zeros(16, prints.layout.block_bytes, dtype=torch.uint8)
     memories = [
@@ -292,8 +292,8 @@ async def device_pair(make_pool: Callable[..., Any], prints: Any, quick: Timing)
         for pool in (source, target)
     ]
     clock = ManualClock()
-    receiver = KvReceiver(memories[1], prints, clock, ("nixl",), "127.0.0.1", timing=quick)
-    sender = KvSender(memories[0], prints, clock, "nixl", timing=quick)
+    receiver = KvReceiver(memories[1], prints, clock, ("nixl",), "127.0.0.1", timing=patient)
+    sender = KvSender(memories[0], prints, clock, "nixl", timing=patient)
     await receiver.start()
     try:
         yield DevicePair(source.blocks, target.blocks, rows, sender, receiver)

@@ -55,7 +55,7 @@ async def test_shm_needs_a_pool_in_shared_memory(make_pool, prints):
 
 async def test_an_address_that_cannot_be_listened_on_is_named(make_pool, prints):
     receiver = KvReceiver(make_pool().memory, prints, ManualClock(), ("tcp",), "203.0.113.7")
-    with pytest.raises(ConfigError, match=r"cannot listen on '203\.0\.113\.7'"):
+    with pytest.raises(ConfigError, match=r"--listen: cannot listen on '203\.0\.113\.7'"):
         await receiver.start()
     await receiver.stop()
 
@@ -94,5 +94,5 @@ def test_a_fixed_port_is_free_for_the_next_life_while_old_connections_linger():
 def test_a_port_in_use_is_named():
     with tcp.listen("127.0.0.1") as first:
         port = first.getsockname()[1]
-        with pytest.raises(ConfigError, match=rf"cannot listen on '127\.0\.0\.1', port {port}"):
+        with pytest.raises(ConfigError, match=rf"--kv-port: cannot listen on '127\.0\.0\.1', port {port}"):
             tcp.listen("127.0.0.1", port)

@@ -92,11 +92,11 @@ class Pair:
 
 
 @pytest.fixture
-def staged(make_pool: Callable[..., Any], prints: Any, quick: Timing) -> Callable[..., Any]:
+def staged(make_pool: Callable[..., Any], prints: Any, patient: Timing) -> Callable[..., Any]:
     """`async with staged("shm") as pair`."""
 
     @asynccontextmanager
-    async def opened(way: str, timing: Timing = quick) -> AsyncIterator[Pair]:
+    async def opened(way: str, timing: Timing = patient) -> AsyncIterator[Pair]:
         clock = ManualClock()
         source, target = make_pool(RING_ROWS), make_pool(RING_ROWS)
         out = GatedStaging(torch.randint(0, 256, (NUM_BLOCKS, prints.layout.block_bytes), dtype=torch.uint8), clock)

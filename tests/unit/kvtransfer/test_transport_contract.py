@@ -145,7 +145,7 @@ def wires() -> Wires:
 
 
 @pytest.fixture
-def joined(make_pool: Callable[..., Any], prints: Any, quick: Timing) -> Callable[..., Any]:
+def joined(make_pool: Callable[..., Any], prints: Any, patient: Timing) -> Callable[..., Any]:
     """`async with joined(at_the_receiver, at_the_sender, choice) as (receiver, sender, source, target)`."""
 
     @asynccontextmanager
@@ -153,8 +153,8 @@ def joined(make_pool: Callable[..., Any], prints: Any, quick: Timing) -> Callabl
         clock, source, target = ManualClock(), make_pool(), make_pool()
         known = (theirs, *HOST)
         names = tuple(transport.name for transport in known) if choice == "auto" else (choice,)
-        receiver = KvReceiver(target.memory, prints, clock, names, "127.0.0.1", timing=quick, known=known)
-        sender = KvSender(source.memory, prints, clock, choice, timing=quick, known=(ours, *HOST))
+        receiver = KvReceiver(target.memory, prints, clock, names, "127.0.0.1", timing=patient, known=known)
+        sender = KvSender(source.memory, prints, clock, choice, timing=patient, known=(ours, *HOST))
         await receiver.start()
         try:
             yield receiver, sender, source, target
@@ -271,13 +271,13 @@ async def test_auto_passes_over_what_cannot_reach_the_peer(
 
 
 async def test_auto_says_why_nothing_reaches_the_peer(
-    make_pool: Callable[..., Any], prints: Any, quick: Timing, wires: Wires, recorder: Any
+    make_pool: Callable[..., Any], prints: Any, patient: Timing, wires: Wires, recorder: Any
 ) -> None:
     ours = RendezvousTransport(wires, why_not="no peer access")
     theirs = RendezvousTransport(wires)
     clock = ManualClock()
-    receiver = KvReceiver(make_pool().memory, prints, clock, (NAME,), "127.0.0.1", timing=quick, known=(theirs,))
-    sender = KvSender(make_pool().memory, prints, clock, "auto", timing=quick, known=(ours, *TRANSPORTS))
+    receiver = KvReceiver(make_pool().memory, prints, clock, (NAME,), "127.0.0.1", timing=patient, known=(theirs,))
+    sender = KvSender(make_pool().memory, prints, clock, "auto", timing=patient, known=(ours, *TRANSPORTS))
     await receiver.start()
     with pytest.raises(TransferError, match=r"the peer offers rendezvous\. rendezvous: no peer access"):
         await open_handoff(receiver, sender, recorder)
