@@ -20,6 +20,7 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
 from tandem.checkpoint import CheckpointInfo
 from tandem.errors import CheckpointError, InvalidRequest
+from tandem.read_files import ReadFiles
 from tandem.tokenizer_file import read_tokenizer
 from tandem.types import Constraint, Language, TokenId
 
@@ -50,9 +51,15 @@ _KEYWORDS = frozenset(
 class GrammarCompiler:
     """For one model's tokens. Reads its tokenizer at the first use; any thread may call it."""
 
-    def __init__(self, path: Path, vocab_size: int, eos_token_ids: Iterable[TokenId]) -> None:
-        """`path`: of the checkpoint. `vocab_size`: of the logits; ids that its tokenizer lacks are not allowed."""
+    def __init__(
+        self, path: Path, vocab_size: int, eos_token_ids: Iterable[TokenId], files: ReadFiles | None = None
+    ) -> None:
+        """`path`: of the checkpoint. `vocab_size`: of the logits; ids that its tokenizer lacks are not allowed.
+
+        `files`: those that must be as they were when the tokenizer is read.
+        """
         self._folder = path
+        self._files = files or ReadFiles()
         self._vocab_size = vocab_size
         self._num_tokens = vocab_size
         """At least as many as the tokenizer has, once that is read."""
@@ -63,7 +70,7 @@ class GrammarCompiler:
     @classmethod
     def of(cls, checkpoint: CheckpointInfo) -> GrammarCompiler:
         """That of a checkpoint."""
-        return cls(checkpoint.folder, checkpoint.vocab_size, checkpoint.eos_token_ids)
+        return cls(checkpoint.folder, checkpoint.vocab_size, checkpoint.eos_token_ids, checkpoint.read)
 
     @property
     def num_mask_words(self) -> int:
@@ -93,6 +100,7 @@ class GrammarCompiler:
             if self._tokenizer is None:
                 try:
                     read = read_tokenizer(self._folder)
+                    self._files.check()
                     # Gemma 3's tokenizers have one that its smallest models lack, which take no images.
                     self._num_tokens = max(self._vocab_size, 1 + max(read.get_vocab().values(), default=0))
                     eos = self._eos_token_ids

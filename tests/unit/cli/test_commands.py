@@ -7,6 +7,7 @@ import os
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -134,6 +135,13 @@ def test_status_shows_every_worker_and_pool() -> None:
     assert next(line for line in lines if line.startswith("decode-0")).split()[5:7] == ["not", "connected"]
     assert "draining" in next(line for line in lines if line.startswith("prefill-0"))
     assert ["prefill-0", "10", "4", "0", "1", "1", "3", "1", "16", "7"] in [line.split() for line in lines]
+
+
+def test_status_says_why_a_worker_is_set_apart() -> None:
+    odd = replace(worker("decode-1", Role.DECODE), set_apart="layout_fingerprint differs")
+    lines = printed(*view(ClusterStatus("demo", True, "", 0, 0, 0, (odd,)))).splitlines()
+    assert "decode-1 is set apart: layout_fingerprint differs" in lines
+    assert any("decode-1" in line and "set apart" in line and "serving" not in line for line in lines[4:])
 
 
 def test_status_without_workers_says_so() -> None:

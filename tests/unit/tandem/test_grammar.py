@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import shutil
+from pathlib import Path
 
 import pytest
 from tokenizers import Tokenizer
 
 from tandem.checkpoint import read_checkpoint
-from tandem.errors import InvalidRequest
+from tandem.errors import CheckpointError, InvalidRequest
 from tandem.grammar import GrammarCompiler
 from tandem.types import Constraint, Language, TokenId
 
@@ -141,3 +143,12 @@ def test_a_tokenizer_may_have_tokens_that_the_model_lacks(num_lacking: int) -> N
 def test_a_constraint_that_only_tokens_which_the_model_lacks_could_write_is_refused() -> None:
     with pytest.raises(InvalidRequest, match="allows no text"):
         GrammarCompiler(DEMO.path, 3, [TokenId(1)]).compile(constraint(Language.REGEX, "a"))
+
+
+def test_a_tokenizer_that_was_replaced_before_its_first_use_makes_no_mask(tmp_path: Path) -> None:
+    folder = shutil.copytree(DEMO.folder, tmp_path / "model")
+    compiler = GrammarCompiler.of(read_checkpoint(str(folder)))
+    shutil.copy(folder / "tokenizer.json", tmp_path / "other")
+    (tmp_path / "other").replace(folder / "tokenizer.json")
+    with pytest.raises(CheckpointError, match=r"tokenizer\.json"):
+        compiler.compile(constraint(Language.REGEX, "a"))
