@@ -93,9 +93,15 @@ def endpoint_of(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     return monkeypatch
 
 
+def patient(endpoint_of: pytest.MonkeyPatch) -> None:
+    """For a collector that answers, however busy the machine is."""
+    for name in ("FLUSH_S", "EXPORT_TIMEOUT_S"):
+        endpoint_of.setattr(span_export, name, 20.0)
+
+
 def test_spans_that_wait_are_exported_at_the_end(endpoint_of: pytest.MonkeyPatch) -> None:
     collector = Collector()
-    endpoint_of.setattr(span_export, "FLUSH_S", 20.0)
+    patient(endpoint_of)
     with collector.serve() as endpoint:
         endpoint_of.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", endpoint)
         with tracing("tandem-router", "r0") as tracer:
@@ -108,7 +114,7 @@ def test_spans_that_wait_are_exported_at_the_end(endpoint_of: pytest.MonkeyPatch
 
 def test_the_names_that_the_environment_gives_come_first(endpoint_of: pytest.MonkeyPatch) -> None:
     collector = Collector()
-    endpoint_of.setattr(span_export, "FLUSH_S", 20.0)
+    patient(endpoint_of)
     with collector.serve() as endpoint:
         endpoint_of.setenv("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", endpoint)
         endpoint_of.setenv("OTEL_SERVICE_NAME", "mine")
@@ -130,7 +136,7 @@ def time_to_close(num_spans: int) -> float:
 
 def closes_in_time() -> bool:
     """A machine that stands still makes one measurement longer; what waits for a collector makes all."""
-    return any(time_to_close(300) < CLOSE_S for _ in range(3))
+    return any(time_to_close(300) < CLOSE_S for _ in range(5))
 
 
 def test_a_hanging_collector_does_not_hold_the_end(endpoint_of: pytest.MonkeyPatch) -> None:
@@ -161,15 +167,20 @@ def test_making_spans_does_not_wait_while_a_collector_hangs(
     with collector.serve() as endpoint:
         endpoint_of.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", endpoint)
         endpoint_of.setenv("OTEL_BSP_MAX_QUEUE_SIZE", "128")
-        with tracing("tandem-router") as tracer:
-            assert tracer is not None
-            slowest_s = 0.0
-            for _ in range(2000):
-                began_s = time.perf_counter()
-                tracer.start_span("span").end()
-                slowest_s = max(slowest_s, time.perf_counter() - began_s)
-            assert collector.called.wait(30)
-    assert slowest_s < span_export.EXPORT_TIMEOUT_S / 2
+        slowest_s = [time_of_slowest_span(collector) for _ in range(3)]
+    assert min(slowest_s) < span_export.EXPORT_TIMEOUT_S / 2
+
+
+def time_of_slowest_span(collector: Collector) -> float:
+    with tracing("tandem-router") as tracer:
+        assert tracer is not None
+        slowest_s = 0.0
+        for _ in range(2000):
+            began_s = time.perf_counter()
+            tracer.start_span("span").end()
+            slowest_s = max(slowest_s, time.perf_counter() - began_s)
+        assert collector.called.wait(30)
+    return slowest_s
 
 
 class RefusingCollector(Collector):
