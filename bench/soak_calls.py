@@ -45,7 +45,10 @@ _EXPLAINED: set[str] = {
 """What a caller may be told while processes die and stand still. Anything else is a bug."""
 CONNECTION_LOST = "connection lost"
 """Outcome of a call that no router answered: its connection was reset, or the router is not there."""
-NOT_COUNTED = (CONNECTION_LOST, MODEL_CHANGED)
+_LATE_S = 0.5
+STOOD_STILL = "checker stood still"
+"""Outcome of a call whose limit this process itself noticed too late to say whether the call has ended in time."""
+NOT_COUNTED = (CONNECTION_LOST, MODEL_CHANGED, STOOD_STILL)
 """Outcomes of calls that are not in the share served."""
 _MADE_BY_GRPC = ("UNAVAILABLE: ", "CANCELLED: ")
 """How messages of such errors begin; the router's own do not."""
@@ -197,7 +200,11 @@ async def call(client: Client, kind: Kind, manner: Manner, rng: Random, clock: C
             else:
                 await listening
     except TimeoutError:
-        outcome, complaint = "hung", f"hang: no end {OVERRUN_S:g} s after its limit of {limit_s:.3f} s"
+        late_s = clock.now_s() - begin_s - limit_s - OVERRUN_S
+        if late_s > _LATE_S:
+            outcome = STOOD_STILL
+        else:
+            outcome, complaint = "hung", f"hang: no end {OVERRUN_S:g} s after its limit of {limit_s:.3f} s"
     except TandemError as error:
         outcome = CONNECTION_LOST if error.message.startswith(_MADE_BY_GRPC) else str(error.reason)
         if error.reason not in _EXPLAINED:

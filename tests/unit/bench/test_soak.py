@@ -21,14 +21,26 @@ from bench.processes import Usage, children, usage
 from bench.random_requests import RandomRequest
 from bench.resetting_proxy import ResettingProxy
 from bench.soak import _stop, summary
-from bench.soak_calls import MODEL_CHANGED, Ended, Kind, Manner, Said, call, draw_requests, learn, merged, wrong
+from bench.soak_calls import (
+    MODEL_CHANGED,
+    STOOD_STILL,
+    Ended,
+    Kind,
+    Manner,
+    Said,
+    call,
+    draw_requests,
+    learn,
+    merged,
+    wrong,
+)
 from bench.soak_changes import GUEST, NEW_WEIGHTS
 from bench.soak_faults import Faults
 from bench.soak_round import MORE_DESCRIPTORS, MORE_MAPPINGS, MORE_RSS_BYTES, MORE_THREADS, Account, Lately, leaks
 from tandem.client import AsyncClient
-from tandem.clock import MonotonicClock
 from tandem.errors import InternalError, Reason, TandemError, Unavailable
 from tests.answering_client import AnsweringClient, text_of
+from tests.manual_clock import ManualClock
 from tests.waiting_program import waiting_program
 
 LOST = Unavailable("gone", Reason.WORKER_LOST)
@@ -42,7 +54,7 @@ async def kind_of(*choices: list[int], streams: bool = True) -> Kind:
 
 async def seen(client: AnsweringClient, manner: Manner = Manner.PLAIN, *, streams: bool = True) -> Ended:
     kind = await kind_of([1, 2, 3], [4, 5], streams=streams)
-    return await call(client, kind, manner, Random(1), MonotonicClock())
+    return await call(client, kind, manner, Random(1), ManualClock())
 
 
 @pytest.mark.parametrize("streams", [True, False])
@@ -368,3 +380,16 @@ async def test_a_proxy_of_nobody_resets_at_once() -> None:
         with pytest.raises(ConnectionResetError):
             await reader.read(1)
         writer.close()
+
+
+async def test_a_limit_that_this_process_noticed_late_is_no_hang(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(soak_calls, "OVERRUN_S", 0.01)
+    clock = ManualClock()
+    calling = asyncio.create_task(
+        call(AnsweringClient([1], hangs=True), await kind_of([1]), Manner.HURRIED, Random(1), clock)
+    )
+    await asyncio.sleep(0)
+    clock.advance_s(5.0)
+    ended = await calling
+
+    assert (ended.outcome, ended.complaint) == (STOOD_STILL, "")
