@@ -45,7 +45,7 @@ site: install
 	$(BIN)/python -m pip install -q --disable-pip-version-check 'mkdocs-material>=9.6'
 	$(BIN)/python -m mkdocs build --strict --quiet
 
-## soak      five minutes of random faults under callers that check every answer; its seed is printed
+## soak      five minutes of random faults under callers that check every answer
 .PHONY: soak
 soak: install
 	$(BIN)/python -m pytest -s -m soak tests/e2e/test_soak.py
