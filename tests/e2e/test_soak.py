@@ -13,14 +13,16 @@ pytestmark = pytest.mark.usefixtures("real_commands")
 FLEETS = ("2+2", "auto")
 MINUTES = 0.75 * len(setups(FLEETS))
 SEED = 41
-"""An hour with its requests found none that draws within a millionth of the border between two tokens, where a replay may
-draw the other one (docs/kernels.md). About one seed in twenty has such a request. What faults meet depends on timing."""
+"""An hour with its requests found none that draws within a millionth of the border between two tokens, where a replay
+may draw the other one (docs/kernels.md); about one seed in twenty has one. What faults meet depends on timing."""
 
 
 @pytest.fixture(scope="module")
 def accounts() -> list[Account]:
     print(f"python -m bench.soak --minutes {MINUTES:g} --seed {SEED} --fleets {' '.join(FLEETS)}")
-    return soak(SEED, MINUTES, fleets=FLEETS)
+    found = soak(SEED, MINUTES, fleets=FLEETS)
+    print(f"served {sum(each.served for each in found)} of {sum(each.stayed for each in found)}")
+    return found
 
 
 @pytest.mark.soak
