@@ -103,12 +103,12 @@ class Setup:
 
     @property
     def fleet(self) -> str:
-        """One of `FLEETS`."""
+        """Returns the name that `FLEETS` has."""
         return "auto" if self.elastic else f"{self.workers}+{self.workers}"
 
     @property
     def worker_options(self) -> tuple[str, ...]:
-        """What each worker has, guests included."""
+        """Returns the options of each worker, guests included."""
         return ("--transport", self.transport, *_SMALL)
 
     @property

@@ -85,7 +85,7 @@ class Said:
         return other.token_ids[: len(self.token_ids)] == self.token_ids and other.text.startswith(self.text)
 
     def told_from(self, place: int) -> str:
-        """What follows the first `place` tokens, in short."""
+        """Returns a few tokens from `place` on, and the lengths of the answer."""
         tokens = self.token_ids[place : place + _TOLD_TOKENS]
         return (
             f"{tokens} of {len(self.token_ids)} tokens and {len(self.text)} letters, {self.finish_reason or 'no end'}"

@@ -50,10 +50,10 @@ class Retries:
         self.blamed: set[Incarnation] = set()
         """Workers that failed it: asked again only where there are no others."""
         self._culprits: set[Incarnation] = set()
-        """Those of them that failed it on their own, not in a hand-off."""
+        """Workers that failed the request on their own, not in a hand-off."""
         self._num_failed = 0
         self._num_broken = 0
-        """Of these, how many by a broken step."""
+        """Tries that a broken step failed."""
         self._num_lost = 0
 
     @property

@@ -196,7 +196,7 @@ class Workers:
         return len(self._ejections.pair_burdens(self._clock.now_s()))
 
     def readiness(self) -> str | None:
-        """None if a request could be served now, or once another set has taken over; else what is missing."""
+        """Returns what is missing to serve a request, now or once another set has taken over; None = nothing is."""
         return None if self.serving.is_overtaken else readiness_of(self.candidates(), self.serving.wanted)
 
     def serve_only_without(self, set_id: SetId) -> bool:

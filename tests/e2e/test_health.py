@@ -41,12 +41,12 @@ def test_health_follows_the_loss_and_the_return_of_a_worker(own_cluster: Cluster
         )
         listener = threading.Thread(target=lambda: _listen(watch, told))
         listener.start()
-        assert told.get(timeout=30) == SERVING
+        assert told.get(timeout=10) == SERVING
 
         os.kill(pid_of(client, Role.PREFILL), signal.SIGKILL)
 
-        assert told.get(timeout=30) == NOT_SERVING
-        assert told.get(timeout=30) == SERVING
+        assert told.get(timeout=5) == NOT_SERVING
+        assert told.get(timeout=10) == SERVING
         watch.cancel()
         listener.join()
 
@@ -87,7 +87,7 @@ def test_sigterm_under_load_lets_every_running_stream_finish(own_cluster: Cluste
 
         code = own_cluster.stop()
 
-        assert [each.result(timeout=30) for each in streams] == [200] * 8
+        assert [each.result(timeout=10) for each in streams] == [200] * 8
     assert code == 0
 
 

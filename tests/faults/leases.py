@@ -33,7 +33,7 @@ class Leases:
         monkeypatch.setattr(asyncio, "timeout_at", self._begin)  # `Connection` alone calls it
 
     def shorten(self) -> None:
-        """Those under way, too."""
+        """Shortens every lease, those under way too."""
         self._are_short = True
         for wait in self._waits:
             with suppress(RuntimeError):  # it has ended

@@ -230,6 +230,7 @@ async def test_a_peer_that_drips_bytes_is_cut_off_in_time(pki, tls_pair, offer, 
     async with tls_pair(server, None) as (receiver, *_), raw_connection(offer(receiver, recorder)) as sock:
         loop = asyncio.get_running_loop()
         hello = b"\x16\x03\x01\x02\x00" if secured else Frame(FrameType.HEARTBEAT).encode()[:5]
+        started_s = loop.time()
 
         async def drip():
             for byte in hello * 100:
@@ -240,6 +241,7 @@ async def test_a_peer_that_drips_bytes_is_cut_off_in_time(pki, tls_pair, offer, 
         async with asyncio.timeout(PATIENCE_S):  # the dripping takes longer
             while await loop.sock_recv(sock, 1024):
                 pass
+        assert loop.time() - started_s < 3 * QUICK.lease_s
         dripping.cancel()
         await asyncio.gather(dripping, return_exceptions=True)
 

@@ -136,7 +136,7 @@ def time_to_close(num_spans: int) -> float:
 
 def closes_in_time() -> bool:
     """A machine that stands still makes one measurement longer; what waits for a collector makes all."""
-    return any(time_to_close(300) < CLOSE_S for _ in range(5))
+    return any(time_to_close(300) < CLOSE_S for _ in range(3))
 
 
 def test_a_hanging_collector_does_not_hold_the_end(endpoint_of: pytest.MonkeyPatch) -> None:
@@ -167,20 +167,15 @@ def test_making_spans_does_not_wait_while_a_collector_hangs(
     with collector.serve() as endpoint:
         endpoint_of.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", endpoint)
         endpoint_of.setenv("OTEL_BSP_MAX_QUEUE_SIZE", "128")
-        slowest_s = [time_of_slowest_span(collector) for _ in range(3)]
-    assert min(slowest_s) < span_export.EXPORT_TIMEOUT_S / 2
-
-
-def time_of_slowest_span(collector: Collector) -> float:
-    with tracing("tandem-router") as tracer:
-        assert tracer is not None
-        slowest_s = 0.0
-        for _ in range(2000):
-            began_s = time.perf_counter()
-            tracer.start_span("span").end()
-            slowest_s = max(slowest_s, time.perf_counter() - began_s)
-        assert collector.called.wait(30)
-    return slowest_s
+        with tracing("tandem-router") as tracer:
+            assert tracer is not None
+            slowest_s = 0.0
+            for _ in range(2000):
+                began_s = time.perf_counter()
+                tracer.start_span("span").end()
+                slowest_s = max(slowest_s, time.perf_counter() - began_s)
+            assert collector.called.wait(30)
+    assert slowest_s < span_export.EXPORT_TIMEOUT_S / 2
 
 
 class RefusingCollector(Collector):
