@@ -98,7 +98,7 @@ class FakeChild:
 
 
 class Machine:
-    """Stands in for what `cli.serve` starts and calls. Children take the lives that were drawn, in order of their starts."""
+    """Stands in for what `cli.serve` starts and calls. Children take the lives drawn, in order of their starts."""
 
     def __init__(self, lives: Sequence[Life], fork_server_s: float | None) -> None:
         self._lives: Iterator[Life] = iter(lives)
