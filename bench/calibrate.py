@@ -22,8 +22,8 @@ from engine.loading import keep_freed_memory
 from engine.step import Step
 from kernels.dispatch import AUTO, select_kernels
 from models.loading import LoadedModel, load_model
+from shell.cores import usable_cores
 from simulator.costs import CostModel, Fit, Sharing, StepWork, fit
-from tandem.cores import usable_cores
 
 _SEQS = (1, 4, 8, 16)
 _CONTEXTS = (128, 1024)

@@ -44,12 +44,12 @@ from engine.runner import Runner
 from kernels.operations import Kernels
 from kernels.reference import ReferenceBackend
 from kernels.reference_operations import ReferenceOperations
-from tandem.clock import MonotonicClock
+from shell.clock import MonotonicClock
 from tandem.kv_layout import DType, KvLayout
 from tandem.limits import Limits
 from tandem.types import GroupSpec, Handle, Incarnation, RequestId, SamplingParams, TokenId
 from tandem.validation import Validator
-from worker.router_session import RouterSession
+from worker.serving.router_session import RouterSession
 
 NUM_SEQS = (1, 64, 256, 1024)
 _VOCAB_SIZE = 64

@@ -31,7 +31,7 @@ from bench.tiny_language_parts import TINY_LANGUAGE_PARTS
 from bench.tiny_models import TINY_MODELS, TinyModel, save_tiny_model
 from bench.tiny_transformers import TINY_TRANSFORMERS
 from models.family import FAMILIES
-from tandem.checkpoint import read_checkpoint, resolve_model
+from models.files.checkpoint import read_checkpoint, resolve_model
 
 SYSTEMS = {**ENGINE_SYSTEMS, **SERVED_SYSTEMS}
 BLOCK_SIZES = (1, 16, 64)

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, Gene
 
 from models.config import CONFIG_FILE
 from models.config_json import ConfigJson
-from tandem.language_part import CONTAINERS
+from models.files.language_part import CONTAINERS
 
 
 def load_transformers(folder: Path, dtype: torch.dtype) -> PreTrainedModel:

@@ -14,8 +14,8 @@ from contextlib import aclosing
 from dataclasses import dataclass
 
 from bench.witness import Asker
+from shell.clock import Clock, MonotonicClock
 from tandem.client import AsyncClient, GenerateOptions
-from tandem.clock import Clock, MonotonicClock
 from tandem.errors import TandemError
 from tandem.types import TokenId
 

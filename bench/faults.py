@@ -44,8 +44,8 @@ from bench.fleet import Fleet
 from bench.ports import free_ports
 from bench.processes import children
 from bench.record import write_record
+from shell.clock import Clock, MonotonicClock
 from tandem.client import AsyncClient, Client
-from tandem.clock import Clock, MonotonicClock
 from tandem.errors import TandemError
 from tandem.types import Role
 

@@ -49,7 +49,7 @@ from kvtransfer.ticket import Ticket
 from kvtransfer.timing import Timing
 from kvtransfer.transport import ListenOptions, ReceivingLane, SendingLane
 from kvtransfer.transports import named, usable
-from tandem.clock import Clock, MonotonicClock
+from shell.clock import Clock, MonotonicClock
 from tandem.errors import PeerLost, TransferError
 from tandem.types import BlockId
 

@@ -70,7 +70,7 @@ from bench.peers.served import measure as measure_served
 from bench.peers.streams import StreamClient
 from bench.plot import draw_goodput
 from bench.record import write_record
-from tandem.cores import usable_cores
+from shell.cores import usable_cores
 
 SERVERS: Mapping[str, Sequence[str]] = {**TANDEM_SERVERS, AUTO: AUTO_OPTIONS}
 """Of Tandem: options of `tandem serve` by name."""

@@ -24,8 +24,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from engine.guides import Guide, Guides
 from engine.step import TokenMask
-from tandem.checkpoint import read_checkpoint
-from tandem.grammar import GrammarCompiler
+from models.files.checkpoint import read_checkpoint
+from models.grammar import GrammarCompiler
 from tandem.types import Constraint, Language, TokenId
 
 _SCHEMA = {

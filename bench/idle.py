@@ -41,8 +41,8 @@ from engine.step import SampledToken
 from kvtransfer.base import Fingerprints, PoolMemory
 from kvtransfer.receiver import KvReceiver
 from kvtransfer.transports import TCP
-from tandem.checkpoint import read_checkpoint, resolve_model
-from tandem.clock import MonotonicClock
+from models.files.checkpoint import read_checkpoint, resolve_model
+from shell.clock import MonotonicClock
 from tandem.errors import TandemError
 from tandem.limits import Limits
 from tandem.types import (

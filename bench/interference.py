@@ -32,7 +32,7 @@ from bench.peers.served import (
 )
 from bench.peers.streams import Prompt, Stream, StreamClient, fresh_prompts
 from bench.report import quantile
-from tandem.cores import usable_cores
+from shell.cores import usable_cores
 
 _SMOKE_TOKENS = 1500
 

@@ -16,11 +16,11 @@ import uvloop
 
 from bench.report import LoadReport, Sample
 from bench.workload import LoadOptions, PlannedRequest, plan, warm_up
+from shell.clock import Clock, MonotonicClock
+from shell.config import ClientSecurityConfig
+from shell.progress import Step, steps
 from tandem.client import AsyncClient
-from tandem.clock import Clock, MonotonicClock
-from tandem.config import ClientSecurityConfig
 from tandem.errors import TandemError
-from tandem.progress import Step, steps
 
 
 def run(

@@ -19,8 +19,8 @@ from engine.batch import build_batch
 from engine.kv_cache import KvCache
 from engine.step import ScheduledSeq
 from kernels.dispatch import AUTO, select_kernels
+from models.files.checkpoint import read_checkpoint, resolve_model
 from models.loading import LoadedModel, load_model
-from tandem.checkpoint import read_checkpoint, resolve_model
 from tandem.kv_layout import QuantDType
 from tandem.types import BlockId, TokenId
 

@@ -34,16 +34,16 @@ from engine.step import SampledToken, Step, StepResult
 from kvtransfer.base import HandoffListener, Offer
 from kvtransfer.messages import MAX_BLOCKS_PER_WRITE, Commit, Write, digest_of
 from kvtransfer.offers import OfferTable
-from tandem.clock import MonotonicClock
+from shell.clock import MonotonicClock
 from tandem.convert import group_from_proto, group_to_proto
 from tandem.first_tokens import encode_first_tokens
 from tandem.limits import Limits
 from tandem.types import GroupSpec, Handle, Incarnation, RequestId, SamplingParams, TokenId
 from tandem.v1 import worker_pb2
 from tandem.validation import Validator
-from worker import service
-from worker.cache_reports import CacheReports
-from worker.router_session import RouterSession
+from worker.serving import service
+from worker.serving.cache_reports import CacheReports
+from worker.serving.router_session import RouterSession
 
 _BLOCK_SIZE = 16
 _VOCAB_SIZE = 1 << 17

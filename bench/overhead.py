@@ -24,7 +24,7 @@ from bench.cluster import serve
 from bench.inprocess import run_batch
 from engine.loading import EngineOptions, load_engine
 from engine.placement import ThreadPlacement
-from tandem.checkpoint import resolve_model
+from models.files.checkpoint import resolve_model
 from tandem.client import AsyncClient, Timings
 
 Prompts = Sequence[tuple[int, ...]]

@@ -40,7 +40,7 @@ from bench.prefix_loads import LOADS, LoadShape, Talk, talks
 from bench.prefix_page import section
 from bench.record import write_record
 from bench.report import quantile
-from tandem.cores import usable_cores
+from shell.cores import usable_cores
 
 REUSE = (0.5, 0.9)
 FIRST_TOKEN_BAR = 0.25

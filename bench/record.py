@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.machine import describe_machine, today
-from tandem.progress import show_on_terminal, track
+from shell.progress import show_on_terminal, track
 
 RUNS: dict[str, list[str]] = {
     "batching": ["bench.batching", "--requests", "192"],

@@ -27,14 +27,14 @@ from engine.step import SampledToken
 from kvtransfer.base import Fingerprints, PoolMemory
 from kvtransfer.receiver import KvReceiver
 from kvtransfer.sender import KvSender
+from models.files.checkpoint import CheckpointInfo, read_checkpoint
 from prefill_worker.scheduler import BatchLimits
 from prefill_worker.worker import PrefillWorker
 from prefill_worker.worker import WorkerParts as PrefillParts
-from tandem.checkpoint import CheckpointInfo, read_checkpoint
-from tandem.clock import MonotonicClock
+from shell.clock import MonotonicClock
+from shell.telemetry.observers import WorkerObserver
 from tandem.errors import TandemError
 from tandem.limits import Limits
-from tandem.telemetry.observers import WorkerObserver
 from tandem.types import (
     FinishReason,
     GroupSpec,

@@ -32,14 +32,14 @@ from router.placement import Demand
 from router.prefix_map import Prefix, PrefixMap
 from router.room import common_sequence, longest_sequence
 from router.workers import Workers
-from tandem.clock import MonotonicClock
-from tandem.config import RouterConfig
-from tandem.rpc.server import RpcServer, Service
+from shell.clock import MonotonicClock
+from shell.config import RouterConfig
+from shell.rpc.server import RpcServer, Service
+from shell.telemetry.logging import configure_logging
 from tandem.security.credentials import Outgoing
-from tandem.telemetry.logging import configure_logging
 from tandem.types import Incarnation, PoolCounts, Role, TokenId, WorkerId, WorkerInfo, WorkerLoad
 from tandem.v1.registry_pb2_grpc import add_RegistryServiceServicer_to_server
-from worker.announcer import Announcer
+from worker.serving.announcer import Announcer
 
 SIZES = (1, 64, 1000)
 PROMPT_TOKENS, BLOCK_SIZE, SHARED_BLOCKS = 1024, 16, 16

@@ -18,7 +18,7 @@ from pathlib import Path
 import uvloop
 
 from bench.peers.served import TANDEM_SERVERS, Served, ServedShape, measure_turn, tandem_turns, warm_up
-from tandem.checkpoint import read_checkpoint
+from models.files.checkpoint import read_checkpoint
 
 
 @dataclass(frozen=True, slots=True)

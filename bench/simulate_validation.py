@@ -28,12 +28,12 @@ from bench.goodput_trial import UNLOADED_LENGTHS_SEED
 from bench.markdown import table
 from bench.peers.model import PEER_SHAPES, write_checkpoint
 from bench.peers.served import AUTO, COLOCATED, DISAGGREGATED, WARM_UP_OUTPUT, WARM_UP_PROMPTS
+from shell.cores import usable_cores
 from simulator.cluster import Fleet, Policy, Setup, simulate
 from simulator.costs import CostModel, served
 from simulator.outcomes import Result, Slo
 from simulator.sizing import passes
 from simulator.traces import Ask, Piece
-from tandem.cores import usable_cores
 
 SHAPE = "135m"
 _APART_S = 60.0

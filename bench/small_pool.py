@@ -40,8 +40,8 @@ from bench.cluster import becomes_idle, serve
 from bench.random_requests import MAX_PRIORITY, RandomRequest
 from bench.record import write_record
 from bench.soak_calls import Kind, Said, draw_requests, learn, listen, wrong
+from shell.clock import MonotonicClock
 from tandem.client import AsyncClient, Client
-from tandem.clock import MonotonicClock
 from tandem.errors import TandemError
 from tandem.types import Role
 

@@ -58,8 +58,8 @@ from bench.soak_model import WEIGHTS, SoakModel
 from bench.soak_round import Account, Round
 from engine.loading import resolve_device
 from kvtransfer.transports import usable
+from shell.clock import MonotonicClock
 from tandem.client import AsyncClient
-from tandem.clock import MonotonicClock
 
 NUM_KINDS = 60
 READY_TIMEOUT_S = 120.0

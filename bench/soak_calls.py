@@ -17,8 +17,8 @@ from random import Random
 from typing import Any, Protocol, Unpack
 
 from bench.random_requests import VOCAB_SIZE, RandomRequest, make_requests, make_sharing_requests
+from shell.clock import Clock
 from tandem.client import Choice, Completion, GenerateOptions, GenerationUpdate
-from tandem.clock import Clock
 from tandem.errors import Reason, TandemError
 
 DEADLINE_S = 20.0

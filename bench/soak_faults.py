@@ -15,8 +15,8 @@ from random import Random
 
 from bench.processes import children
 from bench.resetting_proxy import ResettingProxy
+from shell.clock import MonotonicClock
 from tandem.client import AsyncClient
-from tandem.clock import MonotonicClock
 from tandem.errors import TandemError
 
 _LEAST_PAUSE_S = 0.2

@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file, save_file
 
-from tandem.checkpoint import DEMO, resolve_model
+from models.files.checkpoint import DEMO, resolve_model
 
 WEIGHTS = ("old weights", "new weights")
 _FILE = "model.safetensors"

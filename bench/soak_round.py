@@ -31,8 +31,8 @@ from bench.soak_calls import (
 from bench.soak_changes import Changes
 from bench.soak_faults import Faults
 from bench.soak_model import SoakModel
+from shell.clock import MonotonicClock
 from tandem.client import AsyncClient, Client
-from tandem.clock import MonotonicClock
 from tandem.errors import TandemError
 
 CALLERS = 12

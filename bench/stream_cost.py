@@ -25,8 +25,8 @@ Step = Callable[[int], Sequence[Any]]
 
 
 def token_step(num_handles: int) -> Step:
-    """As `worker.request` and `worker.service` do."""
-    session = importlib.import_module("worker.router_session").RouterSession(Incarnation(secrets.token_hex(16)))
+    """As `worker.request` and `worker.serving.service` do."""
+    session = importlib.import_module("worker.serving.router_session").RouterSession(Incarnation(secrets.token_hex(16)))
     handles = _opened(session, num_handles)
     token = SampledToken(TokenId(5), None)
 

@@ -20,12 +20,12 @@ from typing import Any, cast
 import grpc.aio
 import uvloop
 
-from tandem.checkpoint import read_checkpoint
+from models.files.checkpoint import read_checkpoint
+from shell.rpc.server import RpcServer, Service
 from tandem.rpc.channel import keepalive_options, open_channel
-from tandem.rpc.server import RpcServer, Service
 from tandem.types import PoolCounts, Role, WorkerId, WorkerInfo, WorkerLoad, new_incarnation
 from tandem.v1 import inference_pb2, worker_pb2, worker_pb2_grpc
-from worker.announcer import Announcer
+from worker.serving.announcer import Announcer
 
 GENERATE = "/tandem.v1.InferenceService/Generate"
 _PROMPT = "A router passes tokens on."

@@ -24,7 +24,7 @@ from kvtransfer.base import BlockRef, DeviceMemory, Fingerprints, PoolMemory
 from kvtransfer.receiver import KvReceiver
 from kvtransfer.sender import KvSender
 from kvtransfer.transports import CUDA_IPC, usable
-from tandem.clock import MonotonicClock
+from shell.clock import MonotonicClock
 from tandem.errors import TransferError
 from tandem.kv_layout import DType, KvLayout
 from tandem.security.tls import ClientTls, ServerTls

@@ -31,7 +31,7 @@ from bench.peers.process import end_in_order
 from bench.peers.served import TANDEM_SERVERS, take_turns, tandem_turns
 from bench.peers.streams import StreamClient, fresh_prompts
 from bench.record import write_record
-from tandem.cores import usable_cores
+from shell.cores import usable_cores
 
 BAR = 1.02
 """Of a step without."""

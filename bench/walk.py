@@ -34,13 +34,13 @@ MODEL = "demo"
 COUNTED = ("router/", "prefill_worker/", "decode_worker/", "worker/", "tandem/rpc/")
 """`tandem/rpc/` holds, or held, the worker's end of the stream to its routers."""
 _TELEMETRY = (
-    "tandem/telemetry/",
+    "shell/telemetry/",
     "router/metrics.py",
     "router/request_spans.py",
-    "worker/metrics.py",
-    "worker/spans.py",
+    "worker/serving/metrics.py",
+    "worker/serving/spans.py",
 )
-"""Observers, which lay in `tandem/telemetry/` all together at first."""
+"""Observers, which lay in `shell/telemetry/` all together at first."""
 _PREFILL, _DECODE = "prefill_worker", "decode_worker"
 _READY_S = 60.0
 _STOP_S = 60.0

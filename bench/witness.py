@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from typing import Protocol, Unpack
 
 from models.demo.text import make_story
+from shell.clock import MonotonicClock
 from tandem.client import AsyncClient, GenerateOptions, GenerationUpdate
-from tandem.clock import MonotonicClock
 from tandem.errors import TandemError
 from tandem.types import TokenId
 

@@ -3,7 +3,7 @@
 import os
 import signal
 
-from tandem.config import quiet_grpc
+from shell.config import quiet_grpc
 
 if os.getpid() == 1:
     # The kernel ignores SIGTERM for a container's first process unless it has a handler. Until `rpc.process` installs

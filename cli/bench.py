@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from cli.command import Subparsers, add_command
-from tandem.config import ClientConfig, add_arguments, load
+from shell.config import ClientConfig, add_arguments, load
 from tandem.errors import ConfigError
 
 N = TypeVar("N", int, float)

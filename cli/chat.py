@@ -10,8 +10,8 @@ from typing import Any
 
 from cli.command import Subparsers, add_command
 from cli.sampling import add_sampling_arguments, generate_options
+from shell.config import ClientConfig, add_arguments, load
 from tandem.client import Client, GenerateOptions, Message
-from tandem.config import ClientConfig, add_arguments, load
 from tandem.errors import TandemError
 
 _PROMPT = "> "

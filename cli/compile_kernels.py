@@ -7,8 +7,8 @@ import re
 from pathlib import Path
 
 from cli.command import Subparsers, add_command
-from tandem.checkpoint import resolve_model
-from tandem.config import DecodeConfig, add_arguments, load
+from models.files.checkpoint import resolve_model
+from shell.config import DecodeConfig, add_arguments, load
 from tandem.errors import ConfigError
 
 _LEAST_ARCH = 80

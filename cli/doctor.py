@@ -21,10 +21,10 @@ import tandem
 from cli.command import Subparsers, add_command
 from cli.model_report import model_rows
 from cli.terminal import open_console, plain, print_whole, table
-from tandem.config import DecodeConfig, add_arguments, environment, load
-from tandem.core_order import neighbouring_cores
-from tandem.cores import plan_cores
-from tandem.gpus import find_gpus, plan_devices
+from shell.config import DecodeConfig, add_arguments, environment, load
+from shell.core_order import neighbouring_cores
+from shell.cores import plan_cores
+from shell.gpus import find_gpus, plan_devices
 
 _LIBRARIES = (
     *("grpcio", "protobuf", "tokenizers", "uvloop", "opentelemetry-sdk"),

@@ -23,7 +23,7 @@ from collections.abc import Iterator, Sequence
 from typing import IO
 
 from cli.launch import fork_server_command, orders
-from tandem.telemetry.logging import get_logger
+from shell.telemetry.logging import get_logger
 
 _log = get_logger(__name__)
 

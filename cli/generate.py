@@ -10,8 +10,8 @@ from dataclasses import asdict
 
 from cli.command import Subparsers, add_command
 from cli.sampling import add_sampling_arguments, generate_options, token_ids
+from shell.config import ClientConfig, add_arguments, load
 from tandem.client import Client, GenerateOptions, GenerationUpdate
-from tandem.config import ClientConfig, add_arguments, load
 from tandem.errors import ConfigError
 
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import argparse
 
 from cli.command import Subparsers, add_command
+from shell.config import ClientConfig, add_arguments, load
+from shell.rpc.process import EXIT_FAILED, EXIT_OK
 from tandem.client import Client
-from tandem.config import ClientConfig, add_arguments, load
-from tandem.rpc.process import EXIT_FAILED, EXIT_OK
 
 LONGEST_S = 5.0
 """A probe asks again soon."""

@@ -13,8 +13,8 @@ from http.client import HTTPConnection, HTTPException
 from types import TracebackType
 
 from cli.liveness import HealthClient
+from shell.rpc.address import local_address
 from tandem.errors import DeadlineExceeded, Reason, TandemError, Unavailable
-from tandem.rpc.address import local_address
 from tandem.security.credentials import Outgoing
 from tandem.security.tls import ClientTls
 

@@ -22,9 +22,9 @@ from collections.abc import Sequence
 
 from cli.http_call import HttpCaller
 from cli.pass_through import start_pass_through
-from tandem.config import HttpDoorConfig, ServeConfig, add_arguments, load
+from shell.config import HttpDoorConfig, ServeConfig, add_arguments, load
+from shell.rpc.process import EXIT_BAD_CONFIG
 from tandem.errors import ConfigError
-from tandem.rpc.process import EXIT_BAD_CONFIG
 from tandem.security.credentials import Outgoing
 from tandem.security.exposure import is_loopback
 

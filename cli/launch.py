@@ -28,8 +28,8 @@ import warnings
 from collections.abc import Sequence
 from typing import NoReturn
 
-from tandem.config import show_gpus
-from tandem.module_command import module_command
+from shell.config import show_gpus
+from shell.module_command import module_command
 
 _PR_SET_PDEATHSIG = 1
 FORKED = ("prefill_worker", "decode_worker")

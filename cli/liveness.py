@@ -10,8 +10,8 @@ import asyncio
 import enum
 from typing import Protocol
 
+from shell.rpc.health import LIVENESS
 from tandem.errors import DeadlineExceeded, Reason, TandemError, Unavailable
-from tandem.rpc.health import LIVENESS
 
 CHECK_S = 2.5
 """From one check to the next, and the longest that one takes: as long as peers wait before they let a process go."""

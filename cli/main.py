@@ -17,10 +17,10 @@ from typing import NoReturn
 import tandem
 from cli import bench, chat, compile_kernels, doctor, generate, health, plan, router, serve, status
 from cli.command import Subparsers, add_command
-from tandem.config import DecodeConfig, ElasticConfig, PrefillConfig, add_arguments, load
+from shell.config import DecodeConfig, ElasticConfig, PrefillConfig, add_arguments, load
+from shell.progress import show_on_terminal
+from shell.rpc.process import EXIT_BAD_CONFIG, EXIT_FAILED, hold_standard_streams
 from tandem.errors import CheckpointError, ConfigError, TandemError
-from tandem.progress import show_on_terminal
-from tandem.rpc.process import EXIT_BAD_CONFIG, EXIT_FAILED, hold_standard_streams
 
 EXIT_INTERRUPTED = 130
 

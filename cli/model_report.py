@@ -8,15 +8,15 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from models.config import load_model_config, read_config, read_dtype
+from models.files.gguf import find_gguf
+from models.files.tokenizer_file import read_tokenizer
 from models.preflight import NATIVE, TRANSFORMERS, Servable, read_servable
 from models.rope_config import LongRopeScaling
 from models.weight_files import find_weight_files
 from router.chat_template import load_chat_template
-from tandem.config import DecodeConfig
+from shell.config import DecodeConfig
 from tandem.errors import ConfigError
-from tandem.gguf import find_gguf
 from tandem.kv_layout import DType, KvLayout, QuantDType
-from tandem.tokenizer_file import read_tokenizer
 
 _GIB = 1024**3
 _MIB = 1024**2

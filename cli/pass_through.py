@@ -17,8 +17,8 @@ from typing import Any
 import grpc
 import grpc.aio
 
+from shell.rpc.handlers import Context, Handler
 from tandem.rpc.channel import keepalive_options, open_channel
-from tandem.rpc.handlers import Context, Handler
 from tandem.security.credentials import Outgoing
 from tandem.security.tls import ClientPem
 

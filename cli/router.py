@@ -1,7 +1,7 @@
 """`tandem router`: one router, as one process or as several that share its port.
 
 The processes know nothing of each other: the kernel deals connections out among them (SO_REUSEPORT), workers register
-with each (`worker.announcer`). Here they are started, replaced when they end or stand still, and ended together.
+with each (`worker.serving.announcer`). Here they are started, replaced when they end or stand still, and ended together.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ from dataclasses import replace
 from cli.command import Subparsers, add_command
 from cli.launch import launch_command
 from cli.supervisor import Child, RestartPolicy, Supervisor, open_process
+from shell.clock import MonotonicClock
+from shell.config import RouterConfig, add_arguments, argv_of, load
+from shell.cores import usable_cores
+from shell.rpc.address import local_address
+from shell.rpc.process import StopSignal, run_process
+from shell.telemetry.logging import configure_logging
+from shell.telemetry.stderr_lines import write_line
 from tandem.client import AsyncClient
-from tandem.clock import MonotonicClock
-from tandem.config import RouterConfig, add_arguments, argv_of, load
-from tandem.cores import usable_cores
 from tandem.errors import ConfigError
-from tandem.rpc.address import local_address
-from tandem.rpc.process import StopSignal, run_process
 from tandem.security.credentials import Security
 from tandem.security.options import client_side
-from tandem.telemetry.logging import configure_logging
-from tandem.telemetry.stderr_lines import write_line
 
 STOP_MARGIN_S = 5.0
 """On top of a child's own drain grace, before it is killed."""

@@ -22,24 +22,24 @@ from cli.http_door import check_http
 from cli.launch import FORKED, launch_command
 from cli.router import STOP_MARGIN_S, process_configs
 from cli.supervisor import START_TIMEOUT_S, Child, Connect, RestartPolicy, Supervisor, open_process
+from models.files.checkpoint import resolve_model
 from models.preflight import check_loadable
-from tandem import progress
-from tandem.checkpoint import resolve_model
+from shell import progress
+from shell.clock import MonotonicClock
+from shell.config import HttpDoorConfig, RouterConfig, ServeConfig, add_arguments, argv_of, environment, load
+from shell.core_loans import CoreLedger, CoreLoan
+from shell.core_order import neighbouring_cores
+from shell.cores import plan_cores, share_all_cores
+from shell.gpus import DevicePlan, DeviceShare, find_gpu, find_gpus, plan_devices
+from shell.host_memory import available_host_bytes
+from shell.rpc.address import local_address
+from shell.rpc.process import StopSignal, run_process
+from shell.telemetry.logging import configure_logging, get_logger
+from shell.telemetry.stderr_lines import write_line
 from tandem.client import AsyncClient
-from tandem.clock import MonotonicClock
-from tandem.config import HttpDoorConfig, RouterConfig, ServeConfig, add_arguments, argv_of, environment, load
-from tandem.core_loans import CoreLedger, CoreLoan
-from tandem.core_order import neighbouring_cores
-from tandem.cores import plan_cores, share_all_cores
 from tandem.errors import ConfigError
-from tandem.gpus import DevicePlan, DeviceShare, find_gpu, find_gpus, plan_devices
-from tandem.host_memory import available_host_bytes
-from tandem.rpc.address import local_address
-from tandem.rpc.process import StopSignal, run_process
 from tandem.security.credentials import Outgoing, Security
 from tandem.security.options import client_side
-from tandem.telemetry.logging import configure_logging, get_logger
-from tandem.telemetry.stderr_lines import write_line
 
 _log = get_logger(__name__)
 

@@ -17,9 +17,9 @@ from rich.segment import Segment
 from cli.command import Subparsers, add_command
 from cli.status_view import live_view, span, view
 from cli.terminal import open_console, plain, print_whole
+from shell.clock import Clock, MonotonicClock
+from shell.config import ClientConfig, add_arguments, load
 from tandem.client import Client, ClusterStatus
-from tandem.clock import Clock, MonotonicClock
-from tandem.config import ClientConfig, add_arguments, load
 from tandem.errors import ConfigError, DeadlineExceeded, Unavailable
 from tandem.option_values import seconds
 

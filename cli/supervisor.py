@@ -20,10 +20,10 @@ from dataclasses import dataclass, field
 from typing import IO, Protocol, TypeAlias
 
 from cli.liveness import CHECK_S, FROZEN_GRACE_S, HealthClient, Sign, sign_of_life, until_frozen
-from tandem.clock import Clock
+from shell.clock import Clock
+from shell.rpc.process import EXIT_BAD_CONFIG, REPORT
+from shell.telemetry.logging import get_logger
 from tandem.errors import ConfigError, Unavailable
-from tandem.rpc.process import EXIT_BAD_CONFIG, REPORT
-from tandem.telemetry.logging import get_logger
 
 _log = get_logger(__name__)
 

@@ -9,7 +9,7 @@ from rich.console import Console, ConsoleRenderable
 from rich.table import Table
 from rich.text import Text
 
-from tandem.telemetry.logging import printable
+from shell.telemetry.logging import printable
 
 _WIDE = 240
 """Columns of an output that is no terminal; wider than any table here."""

@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
+from shell.telemetry import metric_names as names
 from tandem.errors import ConfigError
-from tandem.telemetry import metric_names as names
 from tandem.types import Role
 
 Thresholds = Mapping[str, Mapping[str, float]]

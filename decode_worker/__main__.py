@@ -5,8 +5,8 @@ from __future__ import annotations
 import sys
 
 from decode_worker.app import run
-from tandem.config import DecodeConfig
-from tandem.rpc.process import run_module
+from shell.config import DecodeConfig
+from shell.rpc.process import run_module
 
 
 def main() -> int:

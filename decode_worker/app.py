@@ -1,6 +1,6 @@
 """The decode worker's composition root: builds the parts, serves, closes them in order.
 
-    load engine → listen for KV → serve and register (`worker.process`) → receiver, sender stop → engine closes
+    load engine → listen for KV → serve and register (`worker.serving.process`) → receiver, sender stop → engine closes
 
 Knows every part and decides nothing about requests (see `worker`).
 """
@@ -22,12 +22,12 @@ from kvtransfer.sender import KvSender
 from kvtransfer.ticket import MAX_BLOCKS
 from kvtransfer.timing import Timing
 from kvtransfer.transports import CUDA_IPC, SHM
-from tandem.config import DecodeConfig
-from tandem.grammar import GrammarCompiler
-from tandem.rpc.address import advertised_address
-from tandem.rpc.process import StopSignal
+from models.grammar import GrammarCompiler
+from shell.config import DecodeConfig
+from shell.rpc.address import advertised_address
+from shell.rpc.process import StopSignal
 from tandem.types import Role
-from worker.app import Foundation, run_worker
+from worker.serving.app import Foundation, run_worker
 
 MAX_LOCAL_TOKENS = 2**31 - 1
 """Longer than any prompt."""

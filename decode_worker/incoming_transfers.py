@@ -27,11 +27,11 @@ from decode_worker.patience import Patience
 from engine.prefix_cache import PrefixCache
 from engine.sequence import new_block_table
 from kvtransfer.base import BlockRefs, Offer, Receiver
-from tandem.clock import Clock, Deadline
+from shell.clock import Clock, Deadline
+from shell.telemetry.logging import get_logger
 from tandem.errors import FrameError, Overloaded, TandemError, TicketRefused, TransferError
 from tandem.first_tokens import FirstTokens, NextTokens, decode_first_tokens
 from tandem.lifecycle import TRANSFER_MOVES, BlockState, TransferState, advance
-from tandem.telemetry.logging import get_logger
 from tandem.types import BlockId
 from worker.request import Request
 

@@ -13,8 +13,8 @@ from decode_worker.scheduler import StepLimits
 from engine.guides import Guides
 from engine.prefix_cache import PrefixCache
 from kvtransfer.base import Receiver, Sender
-from tandem.clock import Clock
-from tandem.telemetry.observers import WorkerObserver
+from shell.clock import Clock
+from shell.telemetry.observers import WorkerObserver
 from tandem.validation import Validator
 from worker.ports import StepEngine
 

@@ -32,7 +32,7 @@ from engine.beam_group import candidates_of
 from engine.prefix_cache import PrefixCache
 from engine.step import SampledToken
 from kvtransfer.base import Sender, TransferReport
-from tandem.clock import Clock
+from shell.clock import Clock
 from tandem.errors import Overloaded, TandemError
 from tandem.first_tokens import encode_first_tokens
 from tandem.types import WaitReason

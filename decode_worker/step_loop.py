@@ -40,10 +40,10 @@ from engine.prefix_cache import PrefixCache
 from engine.sequence import Sequence
 from engine.step import BrokenLogits, Sampled, SampledToken, ScheduledSeq, Scores, StepFailed, StepResult
 from engine.thread_work import to_the_end
-from tandem.clock import Clock
+from shell.clock import Clock
+from shell.telemetry.logging import get_logger
+from shell.telemetry.observers import StepReport, WorkerObserver
 from tandem.errors import TandemError
-from tandem.telemetry.logging import get_logger
-from tandem.telemetry.observers import StepReport, WorkerObserver
 from tandem.types import TokenId
 from worker.ports import RouterPort, StepEngine, TokenColumns
 from worker.request import Request

@@ -29,7 +29,9 @@ from decode_worker.running_batch import RunningBatch
 from decode_worker.step_loop import StepLoop
 from engine.beam_group import BeamGroup
 from engine.sequence import new_block_table
-from tandem.clock import Deadline
+from shell.clock import Deadline
+from shell.telemetry.logging import get_logger
+from shell.telemetry.trace_context import trace_id_of
 from tandem.errors import (
     DeadlineExceeded,
     InternalError,
@@ -40,8 +42,6 @@ from tandem.errors import (
     Unavailable,
 )
 from tandem.first_tokens import FirstTokens
-from tandem.telemetry.logging import get_logger
-from tandem.telemetry.trace_context import trace_id_of
 from tandem.types import BlockId, GroupSpec, Handle, WaitReason, WorkerLoad
 from worker.constraints import begin_guides
 from worker.ports import Destination, RouterPort

@@ -15,8 +15,8 @@ from typing import Protocol
 from engine.disk_tier import DiskJob, DiskSlot
 from engine.host_rows import HostRows
 from engine.step import HostRow
+from shell.telemetry.logging import get_logger
 from tandem.errors import InternalError
-from tandem.telemetry.logging import get_logger
 
 _log = get_logger(__name__)
 

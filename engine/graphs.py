@@ -20,8 +20,8 @@ from engine.batch import Batch, Forward
 from engine.device import synchronize
 from kernels.attention import AttentionMetadata
 from kernels.step_inputs import DecodeRows, load_rows
-from tandem.progress import track
-from tandem.telemetry.logging import get_logger
+from shell.progress import track
+from shell.telemetry.logging import get_logger
 
 _log = get_logger(__name__)
 

@@ -25,9 +25,9 @@ from llguidance import LLExecutor, LLMatcher
 from llguidance.numpy import fill_next_token_bitmask_par
 
 from engine.step import TokenMask
+from models.grammar import GrammarCompiler
+from shell.telemetry.logging import get_logger
 from tandem.errors import InternalError, InvalidRequest, TandemError
-from tandem.grammar import GrammarCompiler
-from tandem.telemetry.logging import get_logger
 from tandem.types import Constraint, TokenId
 
 _log = get_logger(__name__)

@@ -14,8 +14,8 @@ import torch
 
 from engine.kv_cache import HostMemory
 from engine.step import Direction, HostRow, TierMove
+from shell.telemetry.logging import get_logger
 from tandem.errors import InternalError, Overloaded
-from tandem.telemetry.logging import get_logger
 from tandem.types import BlockId
 
 _log = get_logger(__name__)

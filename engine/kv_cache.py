@@ -21,9 +21,9 @@ from engine.numa import bind_near
 from engine.pool_memory import PoolAllocation
 from engine.pool_staging import PoolStaging
 from models.dtypes import torch_dtype
+from shell.telemetry.logging import get_logger
 from tandem.errors import ConfigError
 from tandem.kv_layout import KvLayout
-from tandem.telemetry.logging import get_logger
 
 _log = get_logger(__name__)
 

@@ -32,10 +32,10 @@ from models.config import read_config, read_dtype
 from models.decoder import Decoder
 from models.dtypes import torch_dtype
 from models.loading import LoadedModel, load_model
-from tandem.config import WorkerConfig
+from shell.config import WorkerConfig
+from shell.telemetry.logging import get_logger
 from tandem.errors import ConfigError
 from tandem.kv_layout import SCALE_BYTES, DType, KvLayout, QuantDType
-from tandem.telemetry.logging import get_logger
 
 _log = get_logger(__name__)
 

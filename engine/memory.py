@@ -14,8 +14,8 @@ from pathlib import Path
 
 import torch
 
+from shell.host_memory import available_host_bytes
 from tandem.errors import ConfigError
-from tandem.host_memory import available_host_bytes
 from tandem.kv_layout import KvLayout
 
 GIB = 1 << 30

@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
-from tandem.core_order import SYSFS, memory_nodes
-from tandem.telemetry.logging import get_logger
+from shell.core_order import SYSFS, memory_nodes
+from shell.telemetry.logging import get_logger
 
 _log = get_logger(__name__)
 

@@ -1,6 +1,6 @@
 """Where the engine thread runs: how many threads compute, on which cores, how politely.
 
-Measured (tandem/cores.py): two workers whose threads share cores at equal priority stall each
+Measured (shell/cores.py): two workers whose threads share cores at equal priority stall each
 other for up to a second, so this is part of the design. All three settings belong to the
 calling thread and to those that it will start (OpenMP's, the native kernels' team), not to the process.
 """
@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import torch
 
-from tandem.core_loans import CoreLoan
+from shell.core_loans import CoreLoan
 from tandem.errors import ConfigError
 
 

@@ -19,9 +19,9 @@ from engine.step import BlockCopy, SampleSpec, ScheduledSeq, ScoredTokens, Step
 from kernels.digest import digest_blocks
 from kernels.operations import Kernels
 from models.loading import LoadedModel
+from shell.telemetry.logging import get_logger
 from tandem.errors import ConfigError
 from tandem.kv_layout import KvLayout
-from tandem.telemetry.logging import get_logger
 from tandem.types import BlockId, SamplingParams, TokenId
 
 _log = get_logger(__name__)

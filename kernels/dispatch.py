@@ -17,9 +17,9 @@ from kernels import cpu, flash, triton
 from kernels.operations import Kernels, Rotation
 from kernels.quantized import QuantForm, zero_weight
 from kernels.quantized_kv import LARGEST
+from shell.telemetry.logging import get_logger
 from tandem.errors import ConfigError, InternalError
 from tandem.kv_layout import SCALE_BYTES
-from tandem.telemetry.logging import get_logger
 
 _log = get_logger(__name__)
 

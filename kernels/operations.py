@@ -18,7 +18,7 @@ from kernels.attention import AttentionBackend
 from kernels.gates import Activation, Gate
 from kernels.quantized import QuantizedWeight
 from kernels.sampling import RowMaximum, Sampler
-from tandem.core_loans import CoreLoan
+from shell.core_loans import CoreLoan
 
 if TYPE_CHECKING:
     from kernels.compiled_step import CompiledStep, DecoderParts

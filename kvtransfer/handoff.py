@@ -35,7 +35,7 @@ from kvtransfer.room import Room, give_up
 from kvtransfer.ticket import Ticket
 from kvtransfer.timing import Timing
 from kvtransfer.transport import FrameSink, SendingLane
-from tandem.clock import Clock
+from shell.clock import Clock
 from tandem.errors import FrameError, PeerLost, TransferError
 from tandem.types import BlockId
 

@@ -12,7 +12,7 @@ import numpy as np
 from kvtransfer.base import BlockRefs, HandoffListener
 from kvtransfer.messages import Commit, Write, digest_of
 from kvtransfer.ticket import Ticket
-from tandem.clock import Deadline
+from shell.clock import Deadline
 from tandem.errors import ChecksumMismatch, FrameError, TransferError
 from tandem.lifecycle import TRANSFER_MOVES, TransferState, advance
 from tandem.types import BlockId

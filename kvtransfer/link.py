@@ -19,7 +19,7 @@ from kvtransfer.local_pool import LocalPool
 from kvtransfer.ticket import Ticket
 from kvtransfer.timing import Timing
 from kvtransfer.transport import SendingLane
-from tandem.clock import Clock
+from shell.clock import Clock
 from tandem.errors import FrameError, PeerLost, TicketRefused, TransferError
 
 

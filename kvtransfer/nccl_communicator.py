@@ -29,7 +29,7 @@ from typing import Final, TypeVar
 from kernels.cuda_driver import CudaDriver
 from kvtransfer.nccl_library import NcclError, NcclLibrary
 from kvtransfer.to_its_end import thread_to_its_end
-from tandem.clock import Deadline, MonotonicClock
+from shell.clock import Deadline, MonotonicClock
 from tandem.errors import PeerLost, TransferError
 
 T = TypeVar("T")

@@ -20,7 +20,7 @@ import torch
 
 from kvtransfer.local_pool import LocalPool
 from kvtransfer.to_its_end import thread_to_its_end
-from tandem.config import keep_ucx_off_other_processes
+from shell.config import keep_ucx_off_other_processes
 from tandem.errors import InternalError, PeerLost, TransferError
 
 PACKAGES = ("nixl", "nixl_cu13", "nixl_cu12")

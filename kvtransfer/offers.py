@@ -25,7 +25,7 @@ from kvtransfer.base import BlockRef, BlockRefs, HandoffListener
 from kvtransfer.incoming import Incoming, Writer
 from kvtransfer.messages import Commit, Write
 from kvtransfer.ticket import MAX_BLOCKS, NONCE_BYTES, Ticket, check_shown
-from tandem.clock import Clock, Deadline
+from shell.clock import Clock, Deadline
 from tandem.errors import InternalError, TicketRefused, TransferError
 from tandem.lifecycle import TransferState
 from tandem.types import BlockId, Incarnation

@@ -21,7 +21,7 @@ from kvtransfer.timing import Timing
 from kvtransfer.transport import Acceptor, Fields, ListenOptions, ReceivingLane, Transport, TransportFull
 from kvtransfer.transports import TRANSPORTS, named
 from kvtransfer.wire import readable
-from tandem.clock import Clock
+from shell.clock import Clock
 from tandem.errors import TransferError
 from tandem.security.tls import ServerTls
 

@@ -25,7 +25,7 @@ from kvtransfer.ticket import Ticket
 from kvtransfer.timing import Timing
 from kvtransfer.transport import Fields, SendingLane, Transport, TransportFull, TransportStatus
 from kvtransfer.transports import AUTO, TRANSPORTS, named
-from tandem.clock import Clock
+from shell.clock import Clock
 from tandem.errors import HandshakeMismatch, PeerLost, TicketRefused, TransferError
 from tandem.security.tls import ClientTls
 

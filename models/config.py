@@ -11,8 +11,8 @@ from pathlib import Path
 from kernels.gates import Activation, ClampedSwiglu, Gate
 from models.config_json import ConfigJson
 from models.family import FAMILIES, Bias, ExpertNames, Family, LayerNorms, Windows
+from models.files.gguf import find_gguf, read_gguf
 from models.rope_config import LongRopeScaling, RopeConfig, read_ropes, stretched_context
-from tandem.gguf import find_gguf, read_gguf
 from tandem.kv_layout import DType
 
 CONFIG_FILE = "config.json"

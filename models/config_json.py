@@ -7,8 +7,8 @@ import math
 from collections.abc import Mapping
 from pathlib import Path
 
+from models.files.language_part import CONTAINERS, TEXT_CONFIG, language_config
 from tandem.errors import CheckpointError
-from tandem.language_part import CONTAINERS, TEXT_CONFIG, language_config
 
 
 class ConfigJson:

@@ -6,10 +6,10 @@ import mmap
 
 import xxhash
 
+from models.files.read_files import ReadFiles
+from shell.progress import track
 from tandem.errors import CheckpointError
 from tandem.kv_layout import DType
-from tandem.progress import track
-from tandem.read_files import ReadFiles
 
 _SLICE_BYTES = 64 << 20
 

@@ -13,10 +13,10 @@ import torch
 
 from kernels.quantized import QuantizedWeight, dequantized
 from models.config import ModelConfig
+from models.files.gguf import Gguf, GgufTensor
 from models.gguf_blocks import BLOCKS, PLAIN
 from models.tensor_names import EMBEDDING, FINAL_NORM, LM_HEAD, Shape, expected_tensors, layer_prefix
 from tandem.errors import CheckpointError
-from tandem.gguf import Gguf, GgufTensor
 from tandem.kv_layout import DType
 
 _NAMES = {EMBEDDING: "token_embd.weight", FINAL_NORM: "output_norm.weight", LM_HEAD: "output.weight"}

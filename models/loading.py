@@ -28,6 +28,9 @@ from models.experts import (
     SharedExpert,
     grouped_experts,
 )
+from models.files.gguf import find_gguf, read_gguf
+from models.files.language_part import CONTAINERS, language_tensor
+from models.files.read_files import ReadFiles
 from models.fingerprint import fingerprint_files
 from models.gguf_store import GgufStore
 from models.layers import GatedMlp, NoNorm, RmsNorm
@@ -48,13 +51,10 @@ from models.tensor_names import (
 )
 from models.tensor_store import TensorStore
 from models.weight_files import INDEX_FILE, SINGLE_FILE, find_weight_files
+from shell.progress import track
+from shell.telemetry.logging import get_logger
 from tandem.errors import ConfigError
-from tandem.gguf import find_gguf, read_gguf
 from tandem.kv_layout import DType, KvLayout, QuantDType
-from tandem.language_part import CONTAINERS, language_tensor
-from tandem.progress import track
-from tandem.read_files import ReadFiles
-from tandem.telemetry.logging import get_logger
 
 if TYPE_CHECKING:
     from models.transformers_decoder import TransformersDecoder

@@ -11,13 +11,13 @@ from pathlib import Path
 from models.config import load_model_config, read_config
 from models.config_json import ConfigJson
 from models.family import FAMILIES as NATIVE_FAMILIES
+from models.files.checkpoint import CheckpointInfo, read_checkpoint, resolve_model
+from models.files.gguf import find_gguf
+from models.files.language_part import CONTAINERS, TEXT_CONFIG
 from models.quantization.methods import METHODS, REMEDY, SECTIONS
 from models.transformers_config import check_transformers_config
 from models.transformers_families import FAMILIES
-from tandem.checkpoint import CheckpointInfo, read_checkpoint, resolve_model
 from tandem.errors import CheckpointError, ConfigError
-from tandem.gguf import find_gguf
-from tandem.language_part import CONTAINERS, TEXT_CONFIG
 
 AUTO = "auto"
 """The implementation that serves a family best."""

@@ -18,9 +18,9 @@ from kernels.operations import Kernels, LinearMap
 from kernels.quantized import QuantForm, QuantizedWeight, quantize
 from models.config import ModelShape
 from models.dtypes import torch_dtype
+from models.files.checkpoint import read_checkpoint
 from models.transformers_decoder import IMPLEMENTATION, TransformersDecoder, build
 from models.transformers_masks import UnsupportedModel
-from tandem.checkpoint import read_checkpoint
 from tandem.errors import CheckpointError
 from tandem.kv_layout import DType
 

@@ -1,6 +1,6 @@
 """The prefill worker's composition root: builds the parts, serves, closes them in order.
 
-    load engine → serve and register (`worker.process`) → sender stops → engine closes
+    load engine → serve and register (`worker.serving.process`) → sender stops → engine closes
 
 Knows every part and decides nothing about prompts (see `worker`).
 """
@@ -15,14 +15,14 @@ from engine.guides import Guides
 from engine.loading import EngineOptions
 from kvtransfer.sender import KvSender
 from kvtransfer.timing import Timing
+from models.grammar import GrammarCompiler
 from prefill_worker.scheduler import BatchLimits
 from prefill_worker.worker import PrefillWorker, WorkerParts
-from tandem.config import PrefillConfig
-from tandem.grammar import GrammarCompiler
-from tandem.rpc.process import StopSignal
+from shell.config import PrefillConfig
+from shell.rpc.process import StopSignal
 from tandem.types import Role
-from worker.app import Foundation, run_worker
 from worker.outgoing_transfer import OutgoingPolicy
+from worker.serving.app import Foundation, run_worker
 
 
 def run(config: PrefillConfig) -> int:

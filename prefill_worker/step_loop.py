@@ -23,10 +23,10 @@ from engine.prefix_cache import PrefixCache
 from engine.step import BrokenLogits, Sampled, SampledToken, Scores, Step, StepFailed, StepResult
 from engine.thread_work import to_the_end
 from prefill_worker.scheduler import BatchLimits, Chunk, PrefillScheduler
-from tandem.clock import Clock
+from shell.clock import Clock
+from shell.telemetry.logging import get_logger
+from shell.telemetry.observers import StepReport, WorkerObserver
 from tandem.errors import TandemError
-from tandem.telemetry.logging import get_logger
-from tandem.telemetry.observers import StepReport, WorkerObserver
 from tandem.types import TokenId
 from worker.ports import StepEngine
 from worker.request import Request

@@ -26,12 +26,12 @@ from engine.step import SampledToken
 from kvtransfer.base import Sender, TransferReport
 from prefill_worker.scheduler import BatchLimits
 from prefill_worker.step_loop import StepLoop
-from tandem.clock import Clock, Deadline
+from shell.clock import Clock, Deadline
+from shell.telemetry.logging import get_logger
+from shell.telemetry.observers import WorkerObserver
+from shell.telemetry.trace_context import trace_id_of
 from tandem.errors import DeadlineExceeded, InternalError, InvalidRequest, Reason, TandemError, Unavailable
 from tandem.first_tokens import encode_first_tokens
-from tandem.telemetry.logging import get_logger
-from tandem.telemetry.observers import WorkerObserver
-from tandem.telemetry.trace_context import trace_id_of
 from tandem.types import GroupSpec, Handle, WaitReason, WorkerLoad
 from tandem.validation import Validator
 from worker.constraints import begin_guides

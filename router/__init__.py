@@ -1,5 +1,5 @@
 """The process that clients talk to: admits, places, and owns every request. Never reaches torch."""
 
-from tandem.config import quiet_grpc
+from shell.config import quiet_grpc
 
 quiet_grpc()  # here: gRPC looks when it is imported, and no later

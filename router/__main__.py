@@ -5,8 +5,8 @@ from __future__ import annotations
 import sys
 
 from router.app import run
-from tandem.config import RouterConfig
-from tandem.rpc.process import run_module
+from shell.config import RouterConfig
+from shell.rpc.process import run_module
 
 
 def main() -> int:

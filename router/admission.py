@@ -11,7 +11,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
-from tandem.clock import Clock, Deadline
+from shell.clock import Clock, Deadline
 from tandem.errors import Overloaded
 
 _SMOOTHING = 0.2

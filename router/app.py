@@ -12,6 +12,7 @@ from random import Random
 
 from opentelemetry.trace import Tracer
 
+from models.files.checkpoint import CheckpointInfo
 from models.preflight import read_servable
 from router.admission import Admission, AdmissionQueue
 from router.entrance import Entrance
@@ -29,22 +30,21 @@ from router.tokenization import Tokenization
 from router.unread import Unread
 from router.worker_link import WorkerLink
 from router.workers import Workers
-from tandem.admin.content import AdminContent, RouterReport
-from tandem.admin.port import admin_port
-from tandem.checkpoint import CheckpointInfo
-from tandem.clock import Clock, MonotonicClock
-from tandem.config import RouterConfig
+from shell.admin.content import AdminContent, RouterReport
+from shell.admin.port import admin_port
+from shell.clock import Clock, MonotonicClock
+from shell.config import RouterConfig
+from shell.rpc.process import StopSignal, run_process
+from shell.rpc.server import RpcServer, Service
+from shell.telemetry.logging import configure_logging
+from shell.telemetry.loop_lag import LoopLag
+from shell.telemetry.metric import Process
+from shell.telemetry.metrics import Metrics
+from shell.telemetry.observers import RouterObserver, router_observers
+from shell.telemetry.recent_latencies import RecentLatencies
+from shell.telemetry.tracing import tracing
 from tandem.errors import ConfigError
-from tandem.rpc.process import StopSignal, run_process
-from tandem.rpc.server import RpcServer, Service
 from tandem.security.credentials import Outgoing, Security
-from tandem.telemetry.logging import configure_logging
-from tandem.telemetry.loop_lag import LoopLag
-from tandem.telemetry.metric import Process
-from tandem.telemetry.metrics import Metrics
-from tandem.telemetry.observers import RouterObserver, router_observers
-from tandem.telemetry.recent_latencies import RecentLatencies
-from tandem.telemetry.tracing import tracing
 from tandem.types import new_incarnation
 from tandem.v1.cluster_pb2_grpc import add_ClusterServiceServicer_to_server
 from tandem.v1.inference_pb2_grpc import add_InferenceServiceServicer_to_server

@@ -28,11 +28,11 @@ from router.delivery import Delivery
 from router.placement import Placement
 from router.worker_link import WorkerLink
 from router.workers import Workers
-from tandem.clock import Clock
+from shell.clock import Clock
+from shell.telemetry.observers import RequestObserver
 from tandem.convert import group_to_proto
 from tandem.errors import InvalidOutput, Reason, TandemError, TransferError, Unavailable
 from tandem.lifecycle import RequestState
-from tandem.telemetry.observers import RequestObserver
 from tandem.types import GroupSpec, Handle, TokenDelta, TokenLogprobs, WorkerInfo
 from tandem.v1 import worker_pb2
 

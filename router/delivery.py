@@ -16,8 +16,8 @@ from collections.abc import Sequence
 from router.choice_stream import MAX_OUTPUT_WEIGHT, ChoiceOutput, ChoiceStream
 from router.metrics import Summary
 from router.prompt_logprobs import PromptLogprobs
+from shell.telemetry.observers import RequestObserver
 from tandem.errors import InvalidOutput, TandemError
-from tandem.telemetry.observers import RequestObserver
 from tandem.types import ChoiceSpec, FinishReason, TokenDelta, TokenLogprobs
 
 _BYTES_PER_WEIGHT = 100

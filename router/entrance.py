@@ -15,6 +15,7 @@ from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from functools import partial
 
+from models.files.checkpoint import CheckpointInfo
 from router.choice_stream import ChoiceStream
 from router.conversation import num_bytes, read_conversation
 from router.delivery import Delivery
@@ -24,15 +25,14 @@ from router.metrics import Timeline
 from router.prompt_logprobs import PromptLogprobs
 from router.request import Caller, ChatPrompt, CompletionRequest, Prompt, TextPrompt, TokensPrompt
 from router.room import check_pools, common_sequence, longest_sequence
+from router.sampling import num_choices, num_seqs, resolve_sampling
 from router.token_rules import TokenRules
 from router.tokenization import Tokenization
 from router.unread import Unread
-from tandem.checkpoint import CheckpointInfo
-from tandem.clock import Deadline
+from shell.clock import Deadline
+from shell.telemetry.logging import get_logger
 from tandem.errors import InvalidRequest, ModelNotFound, Reason, TandemError, Unavailable
 from tandem.limits import Limits
-from tandem.sampling import num_choices, num_seqs, resolve_sampling
-from tandem.telemetry.logging import get_logger
 from tandem.types import ChoiceSpec, GroupSpec, RequestId, TokenId
 from tandem.validation import Validator
 

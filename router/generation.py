@@ -27,7 +27,10 @@ from router.retries import Retries, RetryPolicy
 from router.serving_set import SetId
 from router.witness import Witness
 from router.workers import Workers
-from tandem.clock import Clock, Deadline, ended_by_deadline
+from shell.clock import Clock, Deadline, ended_by_deadline
+from shell.telemetry.logging import get_logger
+from shell.telemetry.observers import RequestEnd, RequestStart, RouterObserver, request_observers
+from shell.telemetry.trace_context import trace_id_of
 from tandem.errors import (
     DeadlineExceeded,
     InternalError,
@@ -38,9 +41,6 @@ from tandem.errors import (
     Unavailable,
 )
 from tandem.lifecycle import REQUEST_MOVES, RequestState, advance
-from tandem.telemetry.logging import get_logger
-from tandem.telemetry.observers import RequestEnd, RequestStart, RouterObserver, request_observers
-from tandem.telemetry.trace_context import trace_id_of
 from tandem.types import ChoiceSpec, FinishReason, GroupSpec, TextParams
 
 _log = get_logger(__name__)

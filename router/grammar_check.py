@@ -18,11 +18,11 @@ from collections import OrderedDict
 from functools import partial
 from pathlib import Path
 
+from models.files.checkpoint import read_checkpoint
+from models.grammar import GrammarCompiler
 from router.lane import Lane
-from tandem.checkpoint import read_checkpoint
+from shell.module_command import module_command
 from tandem.errors import InternalError, InvalidRequest
-from tandem.grammar import GrammarCompiler
-from tandem.module_command import module_command
 from tandem.types import Constraint, Language
 
 MAX_CPU_S = 2

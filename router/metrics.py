@@ -9,13 +9,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from tandem.clock import Clock
+from shell.clock import Clock
+from shell.telemetry import metric_names as names
+from shell.telemetry.metrics import Metrics
+from shell.telemetry.observers import RequestEnd, RequestObserver, RequestStart, RouterObserver
+from shell.telemetry.recent_latencies import RecentLatencies
+from shell.telemetry.trace_context import sampled_trace_id_of
 from tandem.errors import TandemError
-from tandem.telemetry import metric_names as names
-from tandem.telemetry.metrics import Metrics
-from tandem.telemetry.observers import RequestEnd, RequestObserver, RequestStart, RouterObserver
-from tandem.telemetry.recent_latencies import RecentLatencies
-from tandem.telemetry.trace_context import sampled_trace_id_of
 from tandem.types import FinishReason, PlacementReason, PrefixAt, WorkerInfo
 
 

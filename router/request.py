@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from tandem.sampling import SamplingRequest
+from router.sampling import SamplingRequest
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,9 +14,9 @@ from collections.abc import Sequence
 
 from opentelemetry.trace import Span, Tracer, get_current_span, set_span_in_context
 
+from shell.telemetry.observers import RequestEnd, RequestObserver, RequestStart, RouterObserver
+from shell.telemetry.trace_context import CANCELLED, context_of, mark_failed, traceparent_of
 from tandem.errors import TandemError
-from tandem.telemetry.observers import RequestEnd, RequestObserver, RequestStart, RouterObserver
-from tandem.telemetry.trace_context import CANCELLED, context_of, mark_failed, traceparent_of
 from tandem.types import Language, PlacementReason, PrefixAt, SamplingParams, WorkerInfo
 
 _MAX_INT64 = (1 << 63) - 1

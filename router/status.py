@@ -10,17 +10,17 @@ from router.entrance import Entrance
 from router.placement import Obstacle, WorkerView
 from router.serving_set import SetId
 from router.workers import Workers
+from shell.admin.content import ScrapeTarget
+from shell.clock import Clock
+from shell.config import RouterConfig
+from shell.rpc.open_files import OpenFiles
+from shell.rpc.server import RpcServer
+from shell.telemetry import metric_names as names
+from shell.telemetry.metric import Labels
+from shell.telemetry.metrics import Reading
+from shell.telemetry.recent_latencies import RecentLatencies
 from tandem import __version__
-from tandem.admin.content import ScrapeTarget
-from tandem.clock import Clock
 from tandem.cluster_status import ClusterStatus, WorkerStatus
-from tandem.config import RouterConfig
-from tandem.rpc.open_files import OpenFiles
-from tandem.rpc.server import RpcServer
-from tandem.telemetry import metric_names as names
-from tandem.telemetry.metric import Labels
-from tandem.telemetry.metrics import Reading
-from tandem.telemetry.recent_latencies import RecentLatencies
 from tandem.types import PoolCounts, WorkerLoad
 
 _UNKNOWN_LOAD = WorkerLoad(0, 0, 0, 0, PoolCounts(0, 0, 0, 0, 0, 0, 0, 0), 0, draining=False)

@@ -15,13 +15,13 @@ from typing import TypeVar
 
 from tokenizers import Tokenizer
 
+from models.files.tokenizer_file import read_tokenizer
 from router.chat_template import ChatTemplates, load_chat_template
 from router.conversation import Conversation
 from router.lane import Lane
 from router.text import Detokenizer, WholeTokens
 from router.text_pieces import can_be_cut, pieces
 from tandem.errors import InvalidRequest, Overloaded
-from tandem.tokenizer_file import read_tokenizer
 from tandem.types import TokenId
 
 _INLINE_BYTES = 2048

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from router.delivery import Delivery
-from tandem.clock import Clock
+from shell.clock import Clock
 from tandem.errors import InvalidRequest, Overloaded, TandemError
 
 _SWEEP_EVERY_S = 0.25

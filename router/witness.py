@@ -12,8 +12,8 @@ from __future__ import annotations
 from router.assignment import Assignment
 from router.placement import Placement
 from router.workers import Workers
+from shell.telemetry.observers import RequestObserver
 from tandem.errors import InternalError, Reason, TandemError, TransferError
-from tandem.telemetry.observers import RequestObserver
 from tandem.types import WorkerInfo
 
 

@@ -17,13 +17,13 @@ from typing import Any, Protocol, TypeAlias
 import grpc.aio
 
 from router.prefix_map import PrefixMap
+from shell.rpc.status import needs_mending
+from shell.telemetry.logging import get_logger
 from tandem.convert import deltas_from_proto, error_from_failed, logprobs_from_proto
 from tandem.errors import InternalError, InvalidOutput, Reason, TandemError, Unavailable
 from tandem.rpc.channel import open_channel
 from tandem.rpc.received_error import error_from_rpc
-from tandem.rpc.status import needs_mending
 from tandem.security.credentials import Outgoing
-from tandem.telemetry.logging import get_logger
 from tandem.types import Handle, Incarnation, TokenDelta, TokenLogprobs, WorkerInfo
 from tandem.v1 import worker_pb2, worker_pb2_grpc
 

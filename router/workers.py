@@ -34,9 +34,9 @@ from router.serving_set import ServingSet, SetId
 from router.worker_link import WorkerLink
 from router.worker_record import WorkerRecord, check_complete
 from router.worker_view import Demand, WorkerView
-from tandem.clock import Clock
+from shell.clock import Clock
+from shell.telemetry.logging import get_logger
 from tandem.errors import HandshakeMismatch, InvalidRequest, Unavailable
-from tandem.telemetry.logging import get_logger
 from tandem.types import Incarnation, WorkerId, WorkerInfo, WorkerLoad
 
 _TICKS_PER_LEASE = 20

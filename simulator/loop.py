@@ -44,7 +44,7 @@ class SimulatedLoop(asyncio.SelectorEventLoop):
 
 
 class SimulatedClock:
-    """A `tandem.clock.Clock` that shows the running loop's time."""
+    """A `shell.clock.Clock` that shows the running loop's time."""
 
     def now_s(self) -> float:
         """Simulated seconds."""

@@ -24,11 +24,11 @@ from router.assignment import Assignment
 from router.placement import Demand
 from router.prefix_map import Prefix
 from router.workers import Workers
+from shell.clock import Clock, Deadline
 from simulator.engine import OUTPUT_TOKEN
 from simulator.outcomes import Outcome, gap_p95
 from simulator.traces import Ask
 from simulator.worker import SimulatedWorker
-from tandem.clock import Clock, Deadline
 from tandem.errors import PrefixNotHeld, TandemError, Unavailable
 from tandem.types import (
     ChoiceSpec,

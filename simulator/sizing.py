@@ -9,10 +9,10 @@ import math
 from collections.abc import Callable
 from dataclasses import replace
 
+from shell.telemetry import metric_names
 from simulator.cluster import Fleet, Policy, Setup, simulate
 from simulator.outcomes import GOOD_SHARE, Result, Slo
 from simulator.traces import MakeTrace, Trace
-from tandem.telemetry import metric_names
 from tandem.types import Role
 
 _RATE_RATIO = 1.05

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from itertools import count
 
 from kvtransfer.base import BlockRef, Handoff, HandoffListener, Offer, TransferReport
+from shell.clock import Deadline
 from simulator.costs import CostModel
 from simulator.loop import SimulatedClock
-from tandem.clock import Deadline
 from tandem.errors import TransferError
 from tandem.types import BlockId
 

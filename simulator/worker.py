@@ -25,17 +25,17 @@ from prefill_worker.scheduler import BatchLimits
 from prefill_worker.worker import PrefillWorker
 from prefill_worker.worker import WorkerParts as PrefillParts
 from router.prefix_map import PrefixMap
+from shell.telemetry.observers import WorkerObserver
 from simulator.costs import CostModel
 from simulator.engine import Host, SimulatedEngine
 from simulator.loop import SimulatedClock
 from simulator.transfers import TRANSPORT, Network, SimulatedReceiver, SimulatedSender
 from tandem.limits import Limits
-from tandem.telemetry.observers import WorkerObserver
 from tandem.types import Incarnation, PoolCounts, Role, WorkerId, WorkerInfo, WorkerLoad
 from tandem.validation import Validator
-from worker.cache_reports import CacheNews, CacheReports
 from worker.outgoing_transfer import OutgoingPolicy
 from worker.ports import RouterPort
+from worker.serving.cache_reports import CacheNews, CacheReports
 
 HEARTBEAT_S = 0.25
 VOCAB_SIZE = 2**31 - 1

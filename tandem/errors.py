@@ -21,7 +21,7 @@
     └── InternalError           our own bug                               INTERNAL
 
 Messages carry ids and numbers, never prompts. The table from class to gRPC status is in
-`tandem/rpc/status.py`; nothing here knows gRPC.
+`shell/rpc/status.py`; nothing here knows gRPC.
 """
 
 from __future__ import annotations

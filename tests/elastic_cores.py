@@ -16,9 +16,9 @@ from engine.prefix_cache import PrefixCache
 from router.attempt import Attempt
 from router.delivery import ChoiceStream, Delivery
 from router.placement import Placement
+from shell.telemetry.observers import RequestObserver
 from tandem.errors import TandemError
 from tandem.limits import Limits
-from tandem.telemetry.observers import RequestObserver
 from tandem.types import ChoiceSpec, GroupSpec, Incarnation, Role, TextParams, TokenId, WorkerId, WorkerInfo
 from tandem.validation import Validator
 from tests.joined_cores import BLOCK_SIZE, CoreLink, Ids, Wire, info_of

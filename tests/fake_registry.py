@@ -10,7 +10,7 @@ import grpc.aio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from bench.ports import free_ports
-from tandem.rpc.server import RpcServer, Service
+from shell.rpc.server import RpcServer, Service
 from tandem.v1 import registry_pb2, registry_pb2_grpc
 
 TIMEOUT_S = 10

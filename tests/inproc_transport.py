@@ -21,7 +21,7 @@ from kvtransfer.messages import Commit, Write, digest_of
 from kvtransfer.offers import OfferTable
 from kvtransfer.row_copy import Rows
 from kvtransfer.ticket import Ticket
-from tandem.clock import Clock
+from shell.clock import Clock
 from tandem.errors import PeerLost, TransferError
 from tandem.types import BlockId
 

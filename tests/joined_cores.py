@@ -26,10 +26,10 @@ from router.choice_stream import ChoiceStream
 from router.delivery import Delivery
 from router.placement import Placement
 from router.worker_link import GroupListener
+from shell.telemetry.observers import RequestObserver, WorkerObserver
 from tandem.convert import group_from_proto
 from tandem.errors import TandemError, TransferError
 from tandem.limits import Limits
-from tandem.telemetry.observers import RequestObserver, WorkerObserver
 from tandem.types import (
     BlockId,
     FinishReason,

@@ -12,7 +12,7 @@ from engine.block_pool import BlockPool
 from engine.kv_cache import KvCache
 from kvtransfer.base import BlockRef, Fingerprints, Offer, PoolMemory
 from kvtransfer.receiver import KvReceiver
-from tandem.clock import MonotonicClock
+from shell.clock import MonotonicClock
 from tandem.errors import TransferError
 from tandem.first_tokens import decode_first_tokens
 from tandem.kv_layout import KvLayout

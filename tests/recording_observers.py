@@ -8,8 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from tandem.errors import TandemError
-from tandem.telemetry.observers import (
+from shell.telemetry.observers import (
     RequestEnd,
     RequestObserver,
     RequestStart,
@@ -18,6 +17,7 @@ from tandem.telemetry.observers import (
     StepReport,
     WorkerObserver,
 )
+from tandem.errors import TandemError
 from tandem.types import GroupSpec, MoveReason, PlacementReason, PrefixAt, WorkerInfo
 
 

@@ -9,8 +9,8 @@ from typing import Any
 
 from prometheus_client.parser import text_string_to_metric_families
 
+from shell.telemetry.metric import Process
 from tandem.client import Client
-from tandem.telemetry.metric import Process
 
 _TIMEOUT_S = 10.0
 

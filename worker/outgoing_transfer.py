@@ -21,8 +21,8 @@ from typing import Protocol
 from engine.block_pool import BlockPool
 from engine.sequence import Sequence
 from kvtransfer.base import Handoff, Sender, TransferReport
+from shell.telemetry.logging import get_logger
 from tandem.errors import TandemError, TransferError
-from tandem.telemetry.logging import get_logger
 from tandem.types import BlockId
 from worker.request import Request
 

@@ -55,7 +55,7 @@ class TokenColumns:
 
 
 class RouterPort(Protocol):
-    """What a worker tells one router; `worker.router_session.RouterSession` is one. Compared by identity.
+    """What a worker tells one router; `worker.serving.router_session.RouterSession` is one. Compared by identity.
 
     A request is named by its handle, a choice by its index. After `failed`, or once the router has released the
     handle, what is said of it goes nowhere.

@@ -10,9 +10,9 @@ from typing import TypeAlias
 from engine.beam_group import BeamGroup, new_group
 from engine.sequence import Sequence
 from engine.step import SampledToken
-from tandem.clock import Deadline
+from shell.clock import Deadline
+from shell.telemetry.observers import SequenceObserver
 from tandem.errors import InternalError
-from tandem.telemetry.observers import SequenceObserver
 from tandem.types import FinishReason, GroupSpec, Handle, TokenLogprobs
 from worker.ports import RouterPort
 

@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Iterable
 from typing import TypeAlias
 
-from tandem.telemetry.logging import get_logger
+from shell.telemetry.logging import get_logger
 from tandem.types import Handle, WaitReason
 from worker.ports import RouterPort
 from worker.request import Request

@@ -7,7 +7,7 @@ Banned, under whatever name it was imported:
     runs a shell            shell=True, os.system, os.popen, subprocess.getoutput, pty.spawn, …
     trusts anybody          ssl._create_unverified_context, ssl.CERT_NONE, check_hostname or verify_mode less than full
     says less than it does  NotImplementedError (an option does what it says or is refused by name),
-                            os.environ outside tandem/config.py
+                            os.environ outside shell/config.py
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ ALLOW_PICKLE_AT = 2
 CHECKS_OF_PEERS = {"check_hostname": {"True"}, "verify_mode": {"ssl.CERT_REQUIRED", "ssl.VerifyMode.CERT_REQUIRED"}}
 """Attributes of an SSLContext, and all that they may be set to."""
 ENVIRONMENT = frozenset({"os.environ", "os.environb", "os.getenv", "os.putenv"})
-MAY_READ_ENVIRONMENT = ("tandem/config.py", "tests/", "bench/", ".ci/")
+MAY_READ_ENVIRONMENT = ("shell/config.py", "tests/", "bench/", ".ci/")
 
 
 def findings(tree: ast.Module, name: str) -> Iterator[tuple[int, str]]:
@@ -130,7 +130,7 @@ def banned_environment(node: ast.AST, name: str, full_names: Mapping[str, str]) 
     if name.startswith(MAY_READ_ENVIRONMENT) or not isinstance(node, ast.Attribute | ast.Name):
         return None
     used = dotted(node, full_names)
-    return f"uses {used}; only tandem/config.py may" if used in ENVIRONMENT else None
+    return f"uses {used}; only shell/config.py may" if used in ENVIRONMENT else None
 
 
 def is_banned(name: str) -> bool:

@@ -6,8 +6,8 @@ import sys
 from collections.abc import Iterable
 from pathlib import Path
 
-from tandem.telemetry import metric_names, vllm_names
-from tandem.telemetry.metric import EVERYWHERE, WORKERS, Alias, Metric, Process
+from shell.telemetry import metric_names, vllm_names
+from shell.telemetry.metric import EVERYWHERE, WORKERS, Alias, Metric, Process
 
 PAGE = Path(__file__).resolve().parents[2] / "docs/observability.md"
 _PLACES: dict[tuple[Process, ...], str] = {EVERYWHERE: "all", WORKERS: "workers"}

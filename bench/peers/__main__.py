@@ -78,7 +78,7 @@ from bench.peers.served import measure as measure_served
 from bench.record import write_record
 from kernels.cpu.tiers import TIERS
 from models.config import load_model_config
-from tandem.cores import usable_cores
+from shell.cores import usable_cores
 
 VLLM_SERVER_NAME = "vllm server"
 PARTS = ("engines", "quantized", "busy", "served")

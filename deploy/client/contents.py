@@ -16,11 +16,11 @@ PACKAGES = frozenset({"tandem.client", "tandem.security", "tandem.v1"})
 """As a whole."""
 MODULES = frozenset(
     {
-        *("tandem.__init__", "tandem.cluster_status", "tandem.config", "tandem.convert", "tandem.core_loans"),
+        *("tandem.__init__", "tandem.cluster_status", "shell.config", "tandem.convert", "shell.core_loans"),
         *("tandem.errors", "tandem.limits", "tandem.option_values", "tandem.options", "tandem.types"),
-        *("tandem.str_enum", "tandem.token_ids", "tandem.worker_config"),
+        *("tandem.str_enum", "tandem.token_ids", "shell.worker_config"),
         *("tandem.rpc.__init__", "tandem.rpc.channel", "tandem.rpc.google_messages", "tandem.rpc.received_error"),
-        *("tandem.rpc.tls", "tandem.telemetry.__init__", "tandem.telemetry.logger"),
+        *("tandem.rpc.tls", "shell.telemetry.__init__", "tandem.logger"),
     }
 )
 

@@ -64,6 +64,6 @@ def load(tier: str | None = None) -> Kernels:
 
 @cache
 def _warn_once(reason: str) -> None:
-    from tandem.telemetry.logging import get_logger
+    from shell.telemetry.logging import get_logger
 
     get_logger(__name__).warning("native CPU kernels are unavailable; plain torch is slower", reason=reason)

@@ -19,9 +19,9 @@ import torch  # maps its OpenMP runtime
 
 from kernels.cpu import build
 from kernels.cpu.tiers import machine_tiers
-from tandem.core_loans import ENTRY_BYTES, CoreLoan
+from shell.core_loans import ENTRY_BYTES, CoreLoan
+from shell.telemetry.logging import get_logger
 from tandem.errors import InternalError
-from tandem.telemetry.logging import get_logger
 
 _log = get_logger(__name__)
 

@@ -7,7 +7,7 @@ from typing import Any
 from triton import knobs
 
 from kernels.triton import COMPILED
-from tandem.telemetry.logging import get_logger
+from shell.telemetry.logging import get_logger
 
 _log = get_logger(__name__)
 

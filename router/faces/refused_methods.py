@@ -12,8 +12,8 @@ from typing import Any
 import grpc
 import grpc.aio
 
+from shell.rpc.server import Service
 from tandem.errors import UnsupportedOption
-from tandem.rpc.server import Service
 
 
 def partial_service(name: str, add_offered: Callable[[grpc.aio.Server], None], refused: Mapping[str, str]) -> Service:

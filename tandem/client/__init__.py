@@ -4,6 +4,7 @@ Both speak plain dataclasses and raise the exceptions of `tandem.errors`; nobody
 package sees protobuf or grpc.
 """
 
+from shell.config import ClientSecurityConfig
 from tandem.client.aio import AsyncClient
 from tandem.client.request import ChatOptions, GenerateOptions, Message, SamplingOptions, ToolCall
 from tandem.client.results import (
@@ -17,7 +18,6 @@ from tandem.client.results import (
 )
 from tandem.client.sync import Client
 from tandem.cluster_status import ClusterStatus, RecentActivity, WorkerStatus
-from tandem.config import ClientSecurityConfig
 
 __all__ = [
     "AsyncClient",

@@ -13,7 +13,7 @@ import json
 from collections.abc import Callable
 from typing import Any
 
-from tandem.config import DEFAULT_ADDRESS, ClientSecurityConfig
+from shell.config import DEFAULT_ADDRESS, ClientSecurityConfig
 from tandem.rpc.channel import CONNECT_TIMEOUT_S
 from tandem.rpc.google_messages import health_watch
 from tandem.security.credentials import Outgoing

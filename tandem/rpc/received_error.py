@@ -1,6 +1,6 @@
 """The exception that a gRPC status stands for: what the other side raised, or what gRPC itself met.
 
-`tandem.rpc.status` is the other direction. Nothing here needs more than grpcio and protobuf: clients read it too.
+`shell.rpc.status` is the other direction. Nothing here needs more than grpcio and protobuf: clients read it too.
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ from collections.abc import Callable
 from typing import Generic, TypeAlias, TypeVar
 
 from tandem.errors import ConfigError
-from tandem.telemetry.logger import get_logger
+from tandem.logger import get_logger
 
 _log = get_logger(__name__)
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 import cli.main
-from tandem.config import ClientConfig, DecodeConfig, ElasticConfig, PrefillConfig, RouterConfig, ServeConfig
+from shell.config import ClientConfig, DecodeConfig, ElasticConfig, PrefillConfig, RouterConfig, ServeConfig
 from tandem.options import options_of
 
 ROOT = Path(__file__).parents[2]

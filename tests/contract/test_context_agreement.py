@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from models.config import load_model_config
-from tandem.checkpoint import read_checkpoint
+from models.files.checkpoint import read_checkpoint
 
 CONFIG = {
     "model_type": "llama",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from tandem.telemetry import metric_names, vllm_names
+from shell.telemetry import metric_names, vllm_names
 from tests.metric_references import DEPLOY, referenced_metrics
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tandem.config import DecodeConfig, PrefillConfig, RouterConfig
+from shell.config import DecodeConfig, PrefillConfig, RouterConfig
 
 ROOT = Path(__file__).parents[2]
 WORKER_ROOMS = ("engine", "worker")

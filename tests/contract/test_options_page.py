@@ -9,7 +9,7 @@ from types import ModuleType
 
 import pytest
 
-from tandem.config import ClientConfig, DecodeConfig, ElasticConfig, PrefillConfig, RouterConfig, ServeConfig
+from shell.config import ClientConfig, DecodeConfig, ElasticConfig, PrefillConfig, RouterConfig, ServeConfig
 from tandem.options import options_of
 from tests.scripts import load_script
 

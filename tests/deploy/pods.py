@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from tandem.config import DecodeConfig, ElasticConfig, PrefillConfig, RouterConfig, ServeConfig, add_arguments, load
+from shell.config import DecodeConfig, ElasticConfig, PrefillConfig, RouterConfig, ServeConfig, add_arguments, load
 from tests.deploy.manifests import Manifest, named, of_kind, pod_labels
 
 Config = RouterConfig | PrefillConfig | DecodeConfig

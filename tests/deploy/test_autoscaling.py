@@ -13,8 +13,8 @@ import pytest
 import yaml
 
 from cli.thresholds import write_component
-from tandem.telemetry import metric_names
-from tandem.telemetry.metric import Kind
+from shell.telemetry import metric_names
+from shell.telemetry.metric import Kind
 from tests.deploy.manifests import DEPLOY, Manifest, named, of_kind, overlay, own_overlay
 from tests.deploy.pods import containers
 from tests.deploy.test_schemas import OLDEST, check

@@ -15,8 +15,8 @@ import pytest
 import trustme
 
 from bench.cluster import Cluster, run_command
+from shell.config import ClientSecurityConfig
 from tandem.client import Client
-from tandem.config import ClientSecurityConfig
 from tests.deploy.manifests import overlay
 from tests.deploy.pods import Container, container
 from tests.forked_commands import Forking

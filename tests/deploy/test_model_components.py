@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
+from models.files.checkpoint import resolve_model
 from models.preflight import read_servable
 from router.tokenization import Tokenization
-from tandem.checkpoint import resolve_model
 from tests.deploy.manifests import Manifest, composed, named, of_kind
 
 MODEL = "/models/model"

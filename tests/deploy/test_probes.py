@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 
 from bench.scaling import MIN_READY_S
-from tandem.config import RouterConfig
+from shell.config import RouterConfig
 from tests.deploy.manifests import OVERLAYS, named, overlay
 from tests.deploy.pods import Container, container, containers
-from worker.process import STALL_S
+from worker.serving.process import STALL_S
 
 EVERY_OVERLAY = pytest.mark.parametrize("name", OVERLAYS)
 KINDS = ("startupProbe", "readinessProbe", "livenessProbe")

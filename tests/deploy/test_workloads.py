@@ -11,7 +11,7 @@ import pytest
 
 import tandem
 from cli.serve import fleet_devices
-from tandem.config import DecodeConfig, ElasticConfig, PrefillConfig, RouterConfig, WorkerConfig
+from shell.config import DecodeConfig, ElasticConfig, PrefillConfig, RouterConfig, WorkerConfig
 from tandem.errors import ConfigError
 from tandem.security.exposure import check_exposure
 from tests.deploy.manifests import (

@@ -12,9 +12,9 @@ import pytest
 from bench import cluster
 from bench.cluster import Cluster, becomes_idle, eventually, open_command, serve
 from models.demo.text import Story, make_story
+from shell.telemetry.metric import Process
+from shell.telemetry.metric_names import REQUESTS
 from tandem.client import Client
-from tandem.telemetry.metric import Process
-from tandem.telemetry.metric_names import REQUESTS
 from tests.at_rest import nothing_runs
 from tests.forked_commands import Forking
 from tests.scraped import counted, expositions

@@ -17,7 +17,7 @@ import grpc.aio
 import pytest
 
 from bench.cluster import Cluster, eventually, run_command, serve
-from tandem.checkpoint import read_checkpoint
+from models.files.checkpoint import read_checkpoint
 from tandem.client import AsyncClient, Client, ClusterStatus
 from tandem.convert import info_to_proto, load_to_proto
 from tandem.types import Incarnation, PoolCounts, Role, WorkerId, WorkerInfo, WorkerLoad

@@ -15,7 +15,7 @@ import torch
 
 from bench.cluster import Cluster, becomes_idle, eventually, serve
 from bench.exactness_reference import load_transformers
-from tandem.checkpoint import DEMO, resolve_model
+from models.files.checkpoint import DEMO, resolve_model
 from tandem.client import Client
 from tandem.client.results import Choice, Completion
 from tandem.errors import InvalidRequest

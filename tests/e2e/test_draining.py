@@ -13,8 +13,8 @@ import pytest
 from bench.cluster import becomes_idle, eventually
 from bench.fleet import Fleet
 from bench.ports import free_ports
+from shell.telemetry import metric_names as names
 from tandem.client import AsyncClient, Client, GenerateOptions
-from tandem.telemetry import metric_names as names
 from tandem.types import Role
 from tests.scraped import fetch, total
 

@@ -16,8 +16,8 @@ import pytest
 from bench.cluster import Cluster, becomes_idle, eventually, run_command, serve
 from bench.random_requests import MAX_PRIORITY, make_requests
 from bench.same_tokens import Answers, ask_cluster
+from shell.cores import usable_cores
 from tandem.client import Client, Completion
-from tandem.cores import usable_cores
 from tandem.types import Role
 
 REQUESTS = make_requests(60, seed=5)

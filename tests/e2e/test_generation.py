@@ -13,9 +13,9 @@ from transformers import AutoModelForCausalLM
 
 from bench.cluster import eventually, serve
 from models.demo.text import Story, make_story
-from tandem.checkpoint import resolve_model
+from models.files.checkpoint import resolve_model
+from shell.telemetry.metric import Process
 from tandem.client import Client
-from tandem.telemetry.metric import Process
 from tandem.types import FinishReason
 from tests.scraped import counted, expositions
 

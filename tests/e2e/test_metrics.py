@@ -16,9 +16,9 @@ import yaml
 
 from bench.cluster import Cluster, eventually, serve
 from bench.ports import free_ports
+from shell.telemetry import metric_names, vllm_names
+from shell.telemetry.metric import Process
 from tandem.client import Client
-from tandem.telemetry import metric_names, vllm_names
-from tandem.telemetry.metric import Process
 from tests.metric_references import DEPLOY, referenced_metrics
 from tests.programs import program
 from tests.scraped import counted, expositions, fetch

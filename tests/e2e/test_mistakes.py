@@ -14,7 +14,7 @@ import pytest
 
 from bench.cluster import run_command
 from cli.main import main
-from tandem.checkpoint import resolve_model
+from models.files.checkpoint import resolve_model
 from tests.finished_command import finished
 from tests.mistake import Mistake
 from tests.mistakes import ANY, MISTAKES, PAGE, busy_address, page

@@ -176,7 +176,7 @@ def test_each_holds_the_data_that_its_modules_need(client_wheel: Wheel, server_w
     protos = {name for name in client_wheel.files if name.endswith(".proto")}
     assert protos == {f"tandem/v1/{path.name}" for path in (ROOT / "protos/tandem/v1").glob("*.proto")}
     assert {"models/demo/checkpoint/model.safetensors", "kernels/cpu/src/linear.cpp"} <= server_wheel.files
-    assert {"tandem/admin/page/index.html", "tandem/foreign/kserve_pb2.pyi"} <= server_wheel.files
+    assert {"shell/admin/page/index.html", "tandem/foreign/kserve_pb2.pyi"} <= server_wheel.files
 
 
 def test_versions_dependencies_and_licence_are_told(client_wheel: Wheel, server_wheel: Wheel) -> None:

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from bench.cluster import Cluster, run_command
-from tandem.admin import port
-from tandem.rpc import bounds
+from shell.admin import port
+from shell.rpc import bounds
 from tandem.security.tls import HANDSHAKE_TIMEOUT_S, ServerTls
 from tandem.security.tokens import MIN_TOKEN_CHARS
 from tests.finished_command import finished

@@ -21,10 +21,10 @@ import torch
 from bench.cluster import becomes_idle, eventually, serve
 from bench.exactness_reference import load_transformers
 from bench.random_requests import MAX_PRIORITY, RandomRequest, make_sharing_requests
-from tandem.checkpoint import DEMO, read_checkpoint, resolve_model
+from models.files.checkpoint import DEMO, read_checkpoint, resolve_model
+from models.grammar import GrammarCompiler
 from tandem.client import Client, Completion
 from tandem.errors import TandemError
-from tandem.grammar import GrammarCompiler
 from tandem.types import Constraint, FinishReason, Language, Role, TokenLogprobs
 
 SEED = 17

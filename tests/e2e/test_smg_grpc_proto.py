@@ -23,7 +23,7 @@ from tokenizers import Tokenizer
 
 from bench.cluster import Cluster, becomes_idle, eventually
 from models.demo.text import make_story
-from tandem.checkpoint import resolve_model
+from models.files.checkpoint import resolve_model
 from tandem.client import Client
 
 PROMPT = make_story(random.Random(3), 6).text

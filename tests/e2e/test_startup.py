@@ -15,7 +15,7 @@ import pytest
 
 from bench import cluster
 from bench.cluster import eventually, run_command, serve
-from tandem.checkpoint import resolve_model
+from models.files.checkpoint import resolve_model
 from tandem.client import Client
 from tandem.errors import Unavailable
 from tests.finished_command import finished
@@ -24,7 +24,7 @@ ROOT = Path(__file__).parents[2]
 LOADS_FOR_EVER = """
 import sys, threading
 from cli.main import main
-import worker.app as app
+import worker.serving.app as app
 def load_engine(options):
     print("loading", flush=True)
     threading.Event().wait()

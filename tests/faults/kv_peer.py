@@ -26,7 +26,7 @@ from kvtransfer.session import Session
 from kvtransfer.ticket import Ticket
 from kvtransfer.timing import Timing
 from kvtransfer.wire import readable
-from tandem.clock import MonotonicClock
+from shell.clock import MonotonicClock
 from tandem.errors import TransferError
 from tandem.types import BlockId
 from tests.transports import PRINTS, make_pool, transport_of

@@ -21,7 +21,7 @@ from kvtransfer.base import BlockRef
 from kvtransfer.receiver import KvReceiver
 from kvtransfer.sender import KvSender
 from kvtransfer.timing import Timing
-from tandem.clock import MonotonicClock
+from shell.clock import MonotonicClock
 from tandem.errors import TransferError
 from tandem.types import BlockId
 from tests.faults.kv_peer import FILL, PATIENCE_S, TARGETS, Forked, heard

@@ -13,7 +13,7 @@ from multiprocessing.connection import Connection as Pipe
 
 from kvtransfer.sender import KvSender
 from kvtransfer.timing import Timing
-from tandem.clock import MonotonicClock
+from shell.clock import MonotonicClock
 from tandem.types import BlockId
 from tests.faults.kv_peer import FILL, PATIENCE_S, Forked, heard
 from tests.standins.cuda import DevicePool

@@ -15,7 +15,7 @@ from kvtransfer.base import BlockRef, Handoff, Offer
 from kvtransfer.receiver import KvReceiver
 from kvtransfer.sender import KvSender
 from kvtransfer.timing import Timing
-from tandem.clock import MonotonicClock
+from shell.clock import MonotonicClock
 from tandem.errors import TransferError
 from tandem.types import BlockId
 from tests import held

@@ -15,7 +15,7 @@ import torch
 from kvtransfer.base import BlockRef, Fingerprints, PoolMemory
 from kvtransfer.receiver import KvReceiver
 from kvtransfer.sender import KvSender
-from tandem.clock import MonotonicClock
+from shell.clock import MonotonicClock
 from tandem.errors import PeerLost, TransferError
 from tandem.kv_layout import DType, KvLayout
 from tests.faults.kv_peer import warm_up

@@ -14,7 +14,7 @@ import pytest
 from kvtransfer.base import BlockRef, Fingerprints, Offer
 from kvtransfer.receiver import KvReceiver
 from kvtransfer.timing import Timing
-from tandem.clock import MonotonicClock
+from shell.clock import MonotonicClock
 from tandem.errors import TransferError
 from tandem.kv_layout import DType, KvLayout
 from tandem.types import BlockId

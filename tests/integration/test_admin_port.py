@@ -15,12 +15,12 @@ import aiohttp
 import pytest
 import uvloop
 
-from tandem.admin import port as port_module
-from tandem.admin.content import AdminContent, RouterReport
-from tandem.admin.port import admin_port
+from shell.admin import port as port_module
+from shell.admin.content import AdminContent, RouterReport
+from shell.admin.port import admin_port
+from shell.rpc.server import RpcServer
 from tandem.cluster_status import ClusterStatus
 from tandem.errors import ConfigError
-from tandem.rpc.server import RpcServer
 from tandem.security.credentials import Incoming
 from tandem.security.tokens import Tokens
 from tests.pki import TOKEN, Pki

@@ -21,9 +21,9 @@ from router.attempt import Attempt
 from router.choice_stream import ChoiceStream
 from router.delivery import Delivery
 from router.placement import Placement
+from shell.telemetry.observers import RequestObserver, RequestStart
 from tandem.errors import Reason, TandemError, TransferError
 from tandem.limits import Limits
-from tandem.telemetry.observers import RequestObserver, RequestStart
 from tandem.types import (
     ChoiceSpec,
     GroupSpec,

@@ -22,7 +22,7 @@ from kvtransfer.base import Fingerprints, Offer, PoolMemory
 from kvtransfer.sender import KvSender
 from prefill_worker.scheduler import BatchLimits
 from prefill_worker.worker import PrefillWorker, WorkerParts
-from tandem.clock import MonotonicClock
+from shell.clock import MonotonicClock
 from tandem.errors import TransferError
 from tandem.limits import Limits
 from tandem.types import (

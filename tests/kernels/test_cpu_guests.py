@@ -24,7 +24,7 @@ from kernels import cpu
 from kernels.cpu.library import Library, max_threads, take_num_lent, take_threads
 from kernels.cpu.row_max import RowMax
 from models.loading import load_model
-from tandem.core_loans import ENTRY_BYTES, CoreLedger, CoreLoan
+from shell.core_loans import ENTRY_BYTES, CoreLedger, CoreLoan
 from tandem.types import SamplingParams, TokenId
 
 CORES = sorted(os.sched_getaffinity(0))

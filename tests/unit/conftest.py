@@ -8,8 +8,8 @@ from contextlib import AsyncExitStack
 import grpc.aio
 import pytest
 
+from shell.rpc.server import RpcServer, Service
 from tandem.rpc.channel import open_channel
-from tandem.rpc.server import RpcServer, Service
 from tests.recorded_spans import RecordedSpans
 
 Serve = Callable[..., Awaitable[tuple[RpcServer, grpc.aio.Channel]]]

@@ -16,9 +16,9 @@ from router.faces.kserve.model import DEFAULT_OUTPUTS, OUTPUTS, VERSION
 from router.faces.kserve.parameters import boolean, canonical, sampling_values
 from router.faces.kserve.tensors import BYTES, MAX_ELEMENTS, Tensor, read_tensors, shown
 from router.request import CompletionRequest, TextPrompt
+from router.sampling import SamplingRequest
 from tandem.errors import InvalidRequest, ModelNotFound, UnsupportedOption
 from tandem.foreign import kserve_pb2 as pb
-from tandem.sampling import SamplingRequest
 
 MAX_TEXTS = 64
 """Of one ModelInfer."""

@@ -10,6 +10,7 @@ from collections.abc import AsyncIterator
 from contextlib import aclosing
 from functools import partial
 
+from models.files.checkpoint import CheckpointInfo
 from router.entrance import Entrance
 from router.faces.kserve.model import VERSION, configuration, metadata
 from router.faces.kserve.request import InferRequest, check_version, read_request
@@ -18,14 +19,13 @@ from router.faces.kserve.texts import Texts, TextUpdate, response
 from router.faces.refused_methods import partial_service
 from router.request import Caller
 from router.status import RouterStatus
+from shell.clock import Clock
+from shell.rpc.server import Service
 from tandem import __version__
-from tandem.checkpoint import CheckpointInfo
-from tandem.clock import Clock
 from tandem.errors import InvalidRequest
 from tandem.foreign import kserve_pb2 as pb
 from tandem.foreign import kserve_pb2_grpc
 from tandem.limits import Limits
-from tandem.rpc.server import Service
 
 SERVICE_NAME = "inference.GRPCInferenceService"
 """As its owners named it."""

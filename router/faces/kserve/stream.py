@@ -21,13 +21,13 @@ from router.entrance import Entrance
 from router.faces.kserve.request import InferRequest, read_request
 from router.faces.kserve.texts import Texts, mark_final, response
 from router.request import Caller
+from shell.rpc.authentication import caller_identity
+from shell.rpc.handlers import write_whole
+from shell.rpc.status import bug_logged
+from shell.telemetry.logging import get_logger
+from shell.telemetry.trace_context import trace_of_call
 from tandem.errors import InvalidRequest, Reason, TandemError, Unavailable
 from tandem.foreign import kserve_pb2 as pb
-from tandem.rpc.authentication import caller_identity
-from tandem.rpc.handlers import write_whole
-from tandem.rpc.status import bug_logged
-from tandem.telemetry.logging import get_logger
-from tandem.telemetry.trace_context import trace_of_call
 
 Context = grpc.aio.ServicerContext[Any, Any]
 

@@ -12,7 +12,7 @@ from router.faces.kserve.request import InferRequest
 from router.faces.kserve.tensors import pack_bytes, pack_uint32
 from router.metrics import Summary
 from router.request import Caller
-from tandem.clock import Clock
+from shell.clock import Clock
 from tandem.foreign import kserve_pb2 as pb
 from tandem.types import FinishReason
 

@@ -11,11 +11,11 @@ import grpc.aio
 from router.serving_set import SetId
 from router.status import RouterStatus
 from router.workers import Workers
+from shell.rpc.authentication import caller_identity
+from shell.telemetry.logging import get_logger
 from tandem.convert import info_from_proto, load_from_proto, status_to_proto
 from tandem.errors import HandshakeMismatch, InvalidRequest
-from tandem.rpc.authentication import caller_identity
 from tandem.security.credentials import Outgoing
-from tandem.telemetry.logging import get_logger
 from tandem.types import Incarnation, WorkerId, WorkerInfo
 from tandem.v1 import cluster_pb2, cluster_pb2_grpc, registry_pb2, registry_pb2_grpc
 

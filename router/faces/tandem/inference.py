@@ -10,18 +10,18 @@ from typing import Any
 
 import grpc.aio
 
+from models.files.checkpoint import CheckpointInfo
 from router.choice_stream import ChoiceOutput
 from router.entrance import Entrance
 from router.metrics import Summary
 from router.request import Caller, ChatPrompt, CompletionRequest, Prompt, TextPrompt, TokensPrompt
+from router.sampling import SamplingRequest
 from router.tokenization import Tokenization
-from tandem.checkpoint import CheckpointInfo
+from shell.rpc.authentication import caller_identity
+from shell.telemetry.trace_context import trace_of_call
 from tandem.convert import early_stopping_from_proto, finish_reason_to_proto, logprobs_to_proto
 from tandem.errors import InvalidRequest
 from tandem.limits import Limits
-from tandem.rpc.authentication import caller_identity
-from tandem.sampling import SamplingRequest
-from tandem.telemetry.trace_context import trace_of_call
 from tandem.types import EarlyStopping
 from tandem.v1 import inference_pb2 as pb
 from tandem.v1 import inference_pb2_grpc

@@ -8,9 +8,9 @@ from __future__ import annotations
 from typing import Any
 
 from router.request import CompletionRequest, Prompt, TextPrompt, TokensPrompt
+from router.sampling import SamplingRequest
 from tandem.errors import InvalidRequest, UnsupportedOption
 from tandem.foreign import vllm_engine_pb2 as pb
-from tandem.sampling import SamplingRequest
 
 _ALIKE_IF_SET = ("temperature", "max_tokens", "logprobs", "prompt_logprobs")
 """Optional there: copied if present. Zero is a value."""

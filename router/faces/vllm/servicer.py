@@ -15,6 +15,7 @@ from typing import Any
 
 import grpc.aio
 
+from models.files.checkpoint import CheckpointInfo
 from router.entrance import Entrance, RunningRequest
 from router.faces.refused_methods import partial_service
 from router.faces.vllm.aborts import Aborts, RequestAborted
@@ -23,15 +24,14 @@ from router.faces.vllm.request import check_rank, read_request
 from router.faces.vllm.tokenizer import archive, chunks
 from router.request import Caller
 from router.status import RouterStatus
+from shell.config import RouterConfig
+from shell.rpc.authentication import caller_identity
+from shell.rpc.server import Service
+from shell.telemetry.trace_context import trace_of_call
 from tandem import __version__
-from tandem.checkpoint import CheckpointInfo
 from tandem.cluster_status import ClusterStatus
-from tandem.config import RouterConfig
 from tandem.foreign import smg_common_pb2, vllm_engine_pb2_grpc
 from tandem.foreign import vllm_engine_pb2 as pb
-from tandem.rpc.authentication import caller_identity
-from tandem.rpc.server import Service
-from tandem.telemetry.trace_context import trace_of_call
 
 SERVICE_NAME = "vllm.grpc.engine.VllmEngine"
 """As its owners named it."""

@@ -24,7 +24,7 @@ from engine.step import SampledToken
 from kvtransfer.base import Fingerprints, PoolMemory
 from kvtransfer.receiver import KvReceiver
 from kvtransfer.transports import SHM, TCP
-from tandem.clock import MonotonicClock
+from shell.clock import MonotonicClock
 from tandem.errors import TandemError
 from tandem.limits import Limits
 from tandem.types import (

@@ -9,7 +9,7 @@ import torch
 
 from kvtransfer.base import Fingerprints, PoolMemory
 from kvtransfer.sender import KvSender
-from tandem.clock import MonotonicClock
+from shell.clock import MonotonicClock
 from tandem.types import BlockId, new_incarnation
 from tests.faults.kv_peer import Forked
 

@@ -12,8 +12,8 @@ import pytest
 
 from bench.tiny_models import VOCAB_SIZE
 from engine.guides import Guides
+from models.grammar import GrammarCompiler
 from tandem.errors import InvalidRequest, UnsupportedOption
-from tandem.grammar import GrammarCompiler
 from tandem.types import ChoiceSpec, Constraint, GroupSpec, Language, TokenId, WaitReason
 
 EOS = TokenId(256)

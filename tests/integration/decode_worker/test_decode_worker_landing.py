@@ -18,10 +18,10 @@ from kvtransfer.sender import KvSender
 from prefill_worker.scheduler import BatchLimits
 from prefill_worker.worker import PrefillWorker
 from prefill_worker.worker import WorkerParts as PrefillParts
-from tandem.clock import MonotonicClock
+from shell.clock import MonotonicClock
+from shell.telemetry.observers import WorkerObserver
 from tandem.errors import TransferError
 from tandem.limits import Limits
-from tandem.telemetry.observers import WorkerObserver
 from tandem.types import GroupSpec, Handle, TokenId, new_incarnation
 from tandem.validation import Validator
 from tests.faults.kv_peer import Forked, warm_up

@@ -12,10 +12,10 @@ from typing import Any
 import grpc.aio
 import pytest
 
+from models.files.checkpoint import read_checkpoint
 from router.app import Router
 from router.retries import RetryPolicy
-from tandem.checkpoint import read_checkpoint
-from tandem.config import RouterConfig
+from shell.config import RouterConfig
 from tandem.convert import info_to_proto
 from tandem.errors import TandemError
 from tandem.limits import Limits

@@ -7,14 +7,14 @@ from typing import Any
 
 import pytest
 
+from models.files.checkpoint import read_checkpoint
 from router.admission import Admission
 from router.entrance import Entrance
 from router.faces.vllm.servicer import VllmServicer
 from router.generation import Rooms
 from router.retries import RetryPolicy
 from router.unread import Unread
-from tandem.checkpoint import read_checkpoint
-from tandem.clock import MonotonicClock
+from shell.clock import MonotonicClock
 from tandem.foreign import vllm_engine_pb2 as vllm
 from tests.recording_observers import RecordingRouter
 

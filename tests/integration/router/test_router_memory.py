@@ -37,7 +37,7 @@ import asyncio
 from pathlib import Path
 import grpc
 from tandem.rpc.channel import open_channel
-from tandem.rpc.server import RpcServer, Service
+from shell.rpc.server import RpcServer, Service
 from tandem.v1 import inference_pb2 as pb, inference_pb2_grpc as rpc
 
 def resident_mib():

@@ -7,8 +7,8 @@ from typing import Any
 import grpc
 from prometheus_client.parser import text_string_to_metric_families
 
-from tandem.telemetry import metric_names, vllm_names
-from tandem.telemetry.metric import Process
+from shell.telemetry import metric_names, vllm_names
+from shell.telemetry.metric import Process
 from tandem.types import Role
 from tandem.v1 import inference_pb2 as pb
 

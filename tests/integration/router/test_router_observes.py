@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from router.request import Caller, CompletionRequest, TokensPrompt
+from router.sampling import SamplingRequest
 from tandem.errors import DeadlineExceeded, InternalError, InvalidRequest, Overloaded, Reason, Unavailable
-from tandem.sampling import SamplingRequest
 from tandem.types import FinishReason, PlacementReason, Role
 from tandem.v1 import inference_pb2 as pb
 

@@ -4,8 +4,8 @@ from typing import Any
 
 from bench.load import measure
 from bench.workload import LoadOptions
+from shell.clock import MonotonicClock
 from tandem.client import GenerationUpdate, ServedModel
-from tandem.clock import MonotonicClock
 from tandem.errors import Overloaded
 from tandem.types import TokenId
 from tests.manual_clock import ManualClock

@@ -11,7 +11,7 @@ import pytest
 
 from bench import served
 from kernels.triton import COMPILED
-from tandem.checkpoint import read_checkpoint
+from models.files.checkpoint import read_checkpoint
 
 WELL = ["level=info event=serving\n"]
 

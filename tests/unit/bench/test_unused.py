@@ -12,7 +12,7 @@ from bench.peers.served import AUTO_OPTIONS, TANDEM_SERVERS, with_pool
 from bench.peers.streams import OnFirst, Prompt, Stream
 from bench.small_pool import Account
 from bench.unused import SERVERS, cost_of, step_s
-from tandem.config import ServeConfig, add_arguments, load
+from shell.config import ServeConfig, add_arguments, load
 
 
 @pytest.mark.parametrize(

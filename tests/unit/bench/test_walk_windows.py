@@ -87,10 +87,10 @@ def test_a_second_step_in_flight_does_not_change_the_way_out() -> None:
     for begin_ms in range(0, 200, 20):
         decode.call(begin_ms, "engine/runner.py", "Runner.collect")
         decode.enter(begin_ms + 1, "decode_worker/step_loop.py", "StepLoop.run")
-        decode.call(begin_ms + 2, "worker/router_session.py", "RouterSession.token")
+        decode.call(begin_ms + 2, "worker/serving/router_session.py", "RouterSession.token")
         decode.call(begin_ms + 3, "decode_worker/step_timing.py", "StepTiming.launch_after_s")
         decode.leave(begin_ms + 3, "StepLoop.run")
-        decode.call(begin_ms + 5, "worker/service.py", "WorkerServicer._write")
+        decode.call(begin_ms + 5, "worker/serving/service.py", "WorkerServicer._write")
         router.call(begin_ms + 6, "router/worker_link.py", "WorkerLink._dispatch")
         decode.call(begin_ms + 10, "engine/forward.py", "forward", thread=ENGINE)
         decode.enter(begin_ms + 15, "decode_worker/step_loop.py", "StepLoop.run")
@@ -102,8 +102,8 @@ def test_a_second_step_in_flight_does_not_change_the_way_out() -> None:
     assert [file for file in files if not file.startswith("engine/")] == [
         "decode_worker/step_loop.py",
         "router/worker_link.py",
-        "worker/router_session.py",
-        "worker/service.py",
+        "worker/serving/router_session.py",
+        "worker/serving/service.py",
     ]
 
 

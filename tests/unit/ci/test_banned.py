@@ -126,5 +126,5 @@ def test_what_is_harmless_is_let_through(complain: Complain, code: str) -> None:
 def test_the_environment_is_read_in_one_file(complain: Complain) -> None:
     code = "import os\nos.environ['A']"
 
-    assert complain(code, "tandem/config.py") == []
-    assert complain(code, "cli/serve.py") == ["uses os.environ; only tandem/config.py may"]
+    assert complain(code, "shell/config.py") == []
+    assert complain(code, "cli/serve.py") == ["uses os.environ; only shell/config.py may"]

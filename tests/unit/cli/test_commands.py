@@ -17,7 +17,7 @@ from cli.main import main
 from cli.sampling import add_sampling_arguments, generate_options
 from cli.status_view import view
 from cli.terminal import open_console, print_whole, table
-from tandem.checkpoint import DEMO, resolve_model
+from models.files.checkpoint import DEMO, resolve_model
 from tandem.client import ClusterStatus, SamplingOptions, WorkerStatus
 from tandem.types import Incarnation, PoolCounts, Role, WorkerId, WorkerInfo, WorkerLoad
 

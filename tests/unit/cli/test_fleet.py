@@ -4,10 +4,10 @@ from typing import Any
 import pytest
 
 from cli.serve import check_fleet, check_host_memory, fleet_devices, router_spec, worker_specs
-from tandem.config import DecodeConfig, PrefillConfig, RouterConfig, ServeConfig, add_arguments, load
-from tandem.core_loans import CoreLoan
+from shell.config import DecodeConfig, PrefillConfig, RouterConfig, ServeConfig, add_arguments, load
+from shell.core_loans import CoreLoan
+from shell.rpc.address import local_address
 from tandem.errors import ConfigError
-from tandem.rpc.address import local_address
 
 
 def parsed(cls: Any, *argv: str) -> Any:

@@ -9,8 +9,8 @@ from typing import Self
 import pytest
 
 from cli.http_call import HttpHealth
+from shell.rpc.health import LIVENESS
 from tandem.errors import Reason, Unavailable
-from tandem.rpc.health import LIVENESS
 from tandem.security.credentials import Outgoing
 
 TIMEOUT_S = 20.0

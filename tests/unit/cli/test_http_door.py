@@ -10,7 +10,7 @@ import pytest
 
 from cli.http_door import _words, check_http
 from cli.serve import http_spec
-from tandem.config import HttpDoorConfig, RouterConfig, ServeConfig, add_arguments, load
+from shell.config import HttpDoorConfig, RouterConfig, ServeConfig, add_arguments, load
 from tandem.errors import ConfigError
 from tandem.security.options import SecurityConfig, client_side
 

@@ -5,9 +5,9 @@ import asyncio
 import pytest
 
 from cli.liveness import Sign, sign_of_life, until_frozen
+from shell.rpc.server import RpcServer
 from tandem.client import AsyncClient
 from tandem.errors import DeadlineExceeded, Overloaded, Reason, TandemError, Unavailable
-from tandem.rpc.server import RpcServer
 
 TIMEOUT_S = 20.0
 

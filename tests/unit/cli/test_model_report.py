@@ -10,7 +10,7 @@ import pytest
 
 from bench.tiny_models import TINY_MODELS, TinyModel, save_tiny_model
 from cli.model_report import model_rows
-from tandem.config import DecodeConfig
+from shell.config import DecodeConfig
 from tandem.errors import CheckpointError, ConfigError
 
 LONG_ROPE = next(tiny for tiny in TINY_MODELS if tiny.name == "phi3-longrope")

@@ -6,7 +6,7 @@ import socket
 import pytest
 
 from cli.router import claimed, process_configs
-from tandem.config import RouterConfig, add_arguments, argv_of, load
+from shell.config import RouterConfig, add_arguments, argv_of, load
 from tandem.errors import ConfigError
 
 

@@ -17,10 +17,10 @@ from cli import serve
 from cli.launch import FORKED
 from cli.liveness import CHECK_S, FROZEN_GRACE_S
 from cli.router import STOP_MARGIN_S
+from shell.config import RouterConfig, ServeConfig
+from shell.rpc.process import StopSignal
 from simulator.loop import SimulatedClock, run_simulated
-from tandem.config import RouterConfig, ServeConfig
 from tandem.errors import DeadlineExceeded, Reason, TandemError, Unavailable
-from tandem.rpc.process import StopSignal
 
 GRACE_S = 20.0
 ENDS_WITHIN_S = 3 * (GRACE_S + STOP_MARGIN_S + CHECK_S + FROZEN_GRACE_S)

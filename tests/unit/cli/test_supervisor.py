@@ -6,8 +6,8 @@ from typing import Self
 import pytest
 
 from cli.supervisor import RestartPolicy, Supervisor
+from shell.rpc.health import LIVENESS
 from tandem.errors import ConfigError, DeadlineExceeded, Unavailable
-from tandem.rpc.health import LIVENESS
 from tests.manual_clock import ManualClock
 
 DEADLINE_S = 20.0

@@ -10,8 +10,8 @@ import pytest
 from cli import chat, generate
 from cli.chat import Conversation
 from cli.main import main
+from shell.config import ClientSecurityConfig
 from tandem.client import GenerationUpdate, ServedModel, Timings, Usage
-from tandem.config import ClientSecurityConfig
 from tandem.errors import TandemError, Unavailable
 from tandem.types import FinishReason, TokenId
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from decode_worker.app import MAX_LOCAL_TOKENS, announced_local_tokens
-from tandem.config import DecodeConfig
+from shell.config import DecodeConfig
 
 
 @pytest.mark.parametrize(

@@ -18,10 +18,10 @@ from engine.batch import build_batch
 from engine.block_pool import BlockPool
 from engine.prefix_cache import PrefixCache
 from engine.step import ScheduledSeq
-from tandem.clock import Deadline
+from shell.clock import Deadline
+from shell.telemetry.observers import SequenceObserver
 from tandem.errors import InternalError
 from tandem.lifecycle import BlockState
-from tandem.telemetry.observers import SequenceObserver
 from tandem.types import BlockId, ChoiceSpec, GroupSpec, Handle, RequestId, SamplingParams, TokenId
 from tests.manual_clock import ManualClock
 from tests.unit.decode_worker.conftest import FakeRouter

@@ -10,9 +10,9 @@ from decode_worker.growth import Forecast, Growth
 from decode_worker.reservations import LOOK_AHEAD, ReservationQueue, Room
 from engine.block_pool import BlockPool
 from engine.prefix_cache import PrefixCache
-from tandem.clock import Deadline
+from shell.clock import Deadline
+from shell.telemetry.observers import SequenceObserver
 from tandem.errors import Overloaded
-from tandem.telemetry.observers import SequenceObserver
 from tandem.types import GroupSpec, Handle
 from tests.manual_clock import ManualClock
 from worker.request import Request

@@ -12,9 +12,9 @@ import pytest
 from engine.guides import MAX_KEPT_GRAMMARS, Guide, Guides
 from engine.sequence import Sequence
 from engine.step import TokenMask
-from tandem.checkpoint import read_checkpoint
+from models.files.checkpoint import read_checkpoint
+from models.grammar import GrammarCompiler
 from tandem.errors import InvalidRequest, TandemError
-from tandem.grammar import GrammarCompiler
 from tandem.types import Constraint, FinishReason, Language, SamplingParams, TokenId
 
 DEMO = read_checkpoint("demo")

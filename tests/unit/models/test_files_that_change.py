@@ -12,8 +12,8 @@ import torch
 from bench.tiny_models import TinyModel, save_tiny_model
 from kernels.dispatch import select_kernels
 from models import fingerprint
+from models.files.checkpoint import read_checkpoint
 from models.loading import load_model
-from tandem.checkpoint import read_checkpoint
 from tandem.errors import CheckpointError
 from tests.gguf_files import Q8_0, write_gguf
 

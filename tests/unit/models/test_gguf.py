@@ -19,12 +19,12 @@ from kernels.quantized import QuantForm
 from kernels.reference import ReferenceBackend
 from kernels.reference_operations import ReferenceOperations
 from models.config import load_model_config
+from models.files.checkpoint import read_checkpoint
+from models.files.gguf import find_gguf
 from models.gguf_blocks import BLOCKS
 from models.loading import load_model
 from models.rope_config import Llama3Scaling
-from tandem.checkpoint import read_checkpoint
 from tandem.errors import CheckpointError, ConfigError
-from tandem.gguf import find_gguf
 from tandem.kv_layout import DType
 from tests.gguf_files import BF16, F16, F32, Q4_0, Q4_K, Q6_K, Q8_0, container, gguf_name, metadata_of, write_gguf
 

@@ -12,10 +12,10 @@ from transformers import AutoConfig, AutoModelForImageTextToText
 
 from bench.tiny_language_parts import TINY_LANGUAGE_PARTS
 from models.config import load_model_config
+from models.files.checkpoint import read_checkpoint
+from models.files.language_part import CONTAINERS
 from models.preflight import read_servable
-from tandem.checkpoint import read_checkpoint
 from tandem.errors import CheckpointError
-from tandem.language_part import CONTAINERS
 
 KINDS = {tiny.family: tiny for tiny in TINY_LANGUAGE_PARTS}
 

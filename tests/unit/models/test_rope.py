@@ -15,9 +15,9 @@ from kernels.operations import Kernels
 from kernels.reference import ReferenceBackend
 from kernels.reference_operations import ReferenceOperations
 from models.config import load_model_config
+from models.files.checkpoint import read_checkpoint
 from models.loading import load_model
 from models.rope import RotaryEmbedding
-from tandem.checkpoint import read_checkpoint
 from tandem.errors import CheckpointError
 
 CPU = torch.device("cpu")

@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from prefill_worker.scheduler import BatchLimits, Chunk, PrefillScheduler
-from tandem.clock import Deadline
-from tandem.telemetry.observers import SequenceObserver
+from shell.clock import Deadline
+from shell.telemetry.observers import SequenceObserver
 from tandem.types import BlockId, ChoiceSpec, GroupSpec, Handle, RequestId, SamplingParams, TokenId
 from tests.manual_clock import ManualClock
 from tests.recording_observers import RecordedSequence

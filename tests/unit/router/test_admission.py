@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from router.admission import Admission, AdmissionQueue, Entry
-from tandem.clock import Deadline
+from shell.clock import Deadline
 from tandem.errors import Overloaded
 from tests.manual_clock import ManualClock
 

@@ -15,9 +15,9 @@ from router.choice_stream import ChoiceStream
 from router.delivery import Delivery
 from router.placement import Placement
 from router.worker_link import GroupListener
+from shell.telemetry.observers import RequestObserver, RequestStart
 from tandem.errors import InternalError, Reason, TandemError, TransferError, Unavailable
 from tandem.lifecycle import RequestState
-from tandem.telemetry.observers import RequestObserver, RequestStart
 from tandem.types import (
     ChoiceSpec,
     FinishReason,

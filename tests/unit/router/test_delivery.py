@@ -15,8 +15,8 @@ from router.choice_stream import ChoiceOutput, ChoiceStream
 from router.delivery import Delivery
 from router.metrics import Summary
 from router.text import Detokenizer
+from shell.telemetry.observers import RequestObserver, RequestStart
 from tandem.errors import Unavailable
-from tandem.telemetry.observers import RequestObserver, RequestStart
 from tandem.types import (
     ChoiceSpec,
     FinishReason,

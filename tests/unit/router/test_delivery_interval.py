@@ -9,8 +9,8 @@ from router.choice_stream import ChoiceStream
 from router.delivery import Delivery
 from router.metrics import Summary
 from router.text import Detokenizer
+from shell.telemetry.observers import RequestObserver
 from tandem.errors import Unavailable
-from tandem.telemetry.observers import RequestObserver
 from tandem.types import FinishReason, TextParams, TokenDelta, TokenId
 
 SUMMARY = Summary(1, 3, 0.0, 0.0, 0.0, 0.0, 0.0, 0, 0)

@@ -13,9 +13,9 @@ from router.faces.tandem.inference import _response
 from router.faces.vllm.request import read_request as read_vllm
 from router.metrics import Summary
 from router.request import ChatPrompt, CompletionRequest, TextPrompt, TokensPrompt
+from router.sampling import SamplingRequest
 from tandem.errors import InvalidRequest, UnsupportedOption
 from tandem.foreign import vllm_engine_pb2 as vllm
-from tandem.sampling import SamplingRequest
 from tandem.types import EarlyStopping, FinishReason, TokenId, TokenLogprobs
 from tandem.v1 import inference_pb2 as pb
 

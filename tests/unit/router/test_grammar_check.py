@@ -11,8 +11,8 @@ from collections.abc import AsyncIterator
 
 import pytest
 
+from models.files.checkpoint import resolve_model
 from router.grammar_check import GrammarCheck
-from tandem.checkpoint import resolve_model
 from tandem.errors import InvalidRequest
 from tandem.types import Constraint, Language
 

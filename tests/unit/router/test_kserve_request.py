@@ -15,10 +15,10 @@ from router.faces.kserve.model import INPUTS, OUTPUTS, configuration, metadata
 from router.faces.kserve.parameters import _FITS
 from router.faces.kserve.request import InferRequest, read_request
 from router.request import CompletionRequest, TextPrompt
+from router.sampling import SamplingRequest
 from tandem.errors import InvalidRequest, UnsupportedOption
 from tandem.foreign import kserve_pb2
 from tandem.limits import Limits
-from tandem.sampling import SamplingRequest
 from tandem.types import EarlyStopping
 
 

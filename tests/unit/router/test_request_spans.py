@@ -6,9 +6,9 @@ import pytest
 from opentelemetry.trace import SpanKind
 
 from router.request_spans import request_spans
+from shell.telemetry.observers import RequestEnd, RequestObserver, RequestStart
+from shell.telemetry.trace_context import traceparent_of
 from tandem.errors import DeadlineExceeded, Overloaded, Reason, Unavailable
-from tandem.telemetry.observers import RequestEnd, RequestObserver, RequestStart
-from tandem.telemetry.trace_context import traceparent_of
 from tandem.types import (
     Constraint,
     FinishReason,

@@ -10,11 +10,11 @@ from prometheus_client.openmetrics.parser import text_string_to_metric_families 
 from prometheus_client.parser import text_string_to_metric_families
 
 from router.metrics import RouterMetrics
+from shell.telemetry.metric import Process
+from shell.telemetry.metrics import Metrics
+from shell.telemetry.observers import RequestEnd, RequestObserver, RequestStart
+from shell.telemetry.recent_latencies import RecentLatencies
 from tandem.errors import DeadlineExceeded, Overloaded, Reason, Unavailable, rebuild_error
-from tandem.telemetry.metric import Process
-from tandem.telemetry.metrics import Metrics
-from tandem.telemetry.observers import RequestEnd, RequestObserver, RequestStart
-from tandem.telemetry.recent_latencies import RecentLatencies
 from tandem.types import (
     FinishReason,
     PlacementReason,

@@ -10,8 +10,8 @@ from router.choice_stream import ChoiceStream
 from router.delivery import Delivery
 from router.text import Detokenizer
 from router.unread import Unread
+from shell.telemetry.observers import RequestObserver
 from tandem.errors import InvalidRequest, TandemError
-from tandem.telemetry.observers import RequestObserver
 from tandem.types import TextParams, TokenDelta, TokenId, TokenLogprobs
 from tests.manual_clock import ManualClock
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tandem.checkpoint import CheckpointInfo, read_checkpoint
+from models.files.checkpoint import CheckpointInfo, read_checkpoint
 
 CONFIG = {"model_type": "llama", "vocab_size": 100, "max_position_embeddings": 64, "eos_token_id": 2}
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from shell.telemetry.trace_context import traceparent_of
 from tandem.client import AsyncClient, Client
-from tandem.telemetry.trace_context import traceparent_of
 from tests.recorded_spans import RecordedSpans
 
 

@@ -7,9 +7,9 @@ from typing import Any
 import grpc.aio
 import pytest
 
+from shell.rpc.server import RpcServer, Service
 from tandem.client import AsyncClient
 from tandem.errors import Reason, Unavailable
-from tandem.rpc.server import RpcServer, Service
 from tandem.v1 import inference_pb2, inference_pb2_grpc
 
 CALLS = 20

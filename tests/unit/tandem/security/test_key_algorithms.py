@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from shell.rpc.server import RpcServer
 from tandem.errors import ConfigError
 from tandem.rpc.channel import open_channel
-from tandem.rpc.server import RpcServer
 from tandem.security.credentials import Incoming, Outgoing
 from tandem.security.tls import ClientTls, ServerTls
 from tests.pki import LOOPBACK, Identity, Pki

@@ -1,0 +1,243 @@
+"""A model folder in Hugging Face layout, as far as it can be known without torch.
+
+Reads config.json, generation_config.json and the end of text of the tokenizer; never opens weights. Every problem is a
+CheckpointError that names the file and the key.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+from models.files.gguf import SUFFIX, find_gguf, read_gguf
+from models.files.language_part import language_config
+from models.files.model_path import check_model_path
+from models.files.read_files import ReadFiles
+from models.files.tokenizer_file import find_tokens
+from tandem.errors import CheckpointError, ConfigError
+from tandem.types import TokenId
+
+DEMO = "demo"
+"""The model that is shipped with the source."""
+
+_DEMO_PATH = Path(__file__).resolve().parent.parent / "models" / "demo" / "checkpoint"
+_FINGERPRINTED = (
+    "config.json",
+    "generation_config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "chat_template.jinja",
+    "special_tokens_map.json",
+)
+_SPECIAL_TOKENS = ("tokenizer_config.json", "special_tokens_map.json")
+"""Where `eos_token` stands; the first that has one counts."""
+_SAMPLING_DEFAULTS: Mapping[str, tuple[float, float]] = {
+    "temperature": (0, 100),
+    "top_p": (1e-6, 1),
+    "top_k": (0, 2**31),
+    "min_p": (0, 1),
+    "repetition_penalty": (0.01, 100),
+}
+"""What is taken from generation_config.json, and its bounds: a bad default would fail every request."""
+_FACTOR_ROPES = frozenset({"linear", "dynamic", "yarn"})
+"""Rope scalings whose factor stretches the context; llama3's max_position_embeddings already holds it."""
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointInfo:
+    """What router and workers must know of a model before its weights are read."""
+
+    name: str
+    path: Path
+    """A folder, or a GGUF file: where the name led, whatever it leads to later."""
+    config: Mapping[str, Any]
+    """config.json, or what a GGUF file says in its place."""
+    family: str
+    """config.json's `model_type`."""
+    vocab_size: int
+    context_tokens: int
+    eos_token_ids: frozenset[TokenId]
+    generation_defaults: Mapping[str, float | int]
+    """Of temperature, top_p, top_k, min_p, repetition_penalty those that the checkpoint sets."""
+    config_fingerprint: str
+    """Hash of config, generation config, tokenizer and chat template files."""
+    read: ReadFiles = field(compare=False)
+    """What `config_fingerprint` is of. Who reads these files too checks them then."""
+    other_names: tuple[str, ...] = ()
+    """By which clients may ask for it too."""
+
+    def called(self, names: tuple[str, ...]) -> CheckpointInfo:
+        """The same, known to clients by these names instead, if there are any; the first is its own."""
+        return replace(self, name=names[0], other_names=names[1:]) if names else self
+
+    def within(self, context_tokens: int | None) -> CheckpointInfo:
+        """The same, of which sequences up to that length are served; None = as long as the model's context.
+
+        Raises ConfigError if that is longer.
+        """
+        if context_tokens is None:
+            return self
+        if context_tokens > self.context_tokens:
+            raise ConfigError("--context-tokens", f"{context_tokens} is above the model's {self.context_tokens}")
+        return replace(self, context_tokens=context_tokens)
+
+    def answers_to(self, name: str) -> bool:
+        """Whether it is what a client means; empty means whatever is served."""
+        return not name or name in (self.name, *self.other_names)
+
+    @property
+    def folder(self) -> Path:
+        """Where tokenizer and chat template lie."""
+        return self.path if self.path.is_dir() else self.path.parent
+
+
+def resolve_model(model: str) -> Path:
+    """The checkpoint folder or GGUF file that `--model` names. Raises CheckpointError."""
+    path = _DEMO_PATH if model == DEMO else Path(model)
+    check_model_path(model, path)
+    return path
+
+
+def read_checkpoint(model: str) -> CheckpointInfo:
+    """Reads the folder or file that `--model` names. Raises CheckpointError with file and key."""
+    named = resolve_model(model)
+    path = named.resolve() if named.is_dir() else named.parent.resolve() / named.name
+    gguf = find_gguf(path)
+    folder = path if path.is_dir() else path.parent
+    read = ReadFiles(*(folder / name for name in _FINGERPRINTED), *([gguf] if gguf else []))
+    config = _Document.read(path / "config.json") if gguf is None else _Document(gguf, read_gguf(gguf).config())
+    config = replace(config, values=language_config(config.values))
+    generation = _Document.read(folder / "generation_config.json", optional=True)
+    vocab_size = config.integer("vocab_size", low=1)
+    ends = _eos_token_ids(generation, vocab_size) or _eos_token_ids(config, vocab_size)
+    info = CheckpointInfo(
+        name=DEMO if model == DEMO else Path(os.path.abspath(named)).name,  # that of a link, not of what it leads to
+        path=path,
+        config=MappingProxyType(dict(config.values)),
+        family=config.string("model_type"),
+        vocab_size=vocab_size,
+        context_tokens=_context_tokens(config),
+        eos_token_ids=ends | _tokenizer_ends(config, folder, vocab_size, is_gguf=gguf is not None),
+        generation_defaults=_generation_defaults(generation),
+        config_fingerprint=_fingerprint(folder, config),
+        read=read,
+    )
+    read.check()
+    return info
+
+
+@dataclass(frozen=True, slots=True)
+class _Document:
+    """One JSON file whose keys are checked as they are read."""
+
+    path: Path
+    values: Mapping[str, Any]
+
+    @classmethod
+    def read(cls, path: Path, *, optional: bool = False) -> _Document:
+        if optional and not path.exists():
+            return cls(path, {})
+        try:
+            values = json.loads(path.read_text(encoding="utf-8"))
+        except FileNotFoundError as error:
+            raise CheckpointError(f"{path}: no such file") from error
+        except (OSError, ValueError) as error:
+            raise CheckpointError(
+                f"{path}: not readable as JSON ({type(error).__name__}): download it again"
+            ) from error
+        if not isinstance(values, dict):
+            raise CheckpointError(f"{path}: not a JSON object")
+        return cls(path, values)
+
+    def error(self, key: str, problem: str) -> CheckpointError:
+        return CheckpointError(f"{self.path}: {key}: {problem}")
+
+    def string(self, key: str) -> str:
+        value = self.values.get(key)
+        if not isinstance(value, str) or not value:
+            raise self.error(key, "must be text")
+        return value
+
+    def integer(self, key: str, low: int) -> int:
+        value = self.values.get(key)
+        if not isinstance(value, int) or isinstance(value, bool) or value < low:
+            raise self.error(key, f"must be a whole number of at least {low}")
+        return value
+
+    def number(self, key: str) -> float | int | None:
+        value = self.values.get(key)
+        if value is None:
+            return None
+        if not isinstance(value, int | float) or isinstance(value, bool) or not math.isfinite(value):
+            raise self.error(key, "must be a finite number")
+        return value
+
+
+def _context_tokens(config: _Document) -> int:
+    trained = config.integer("max_position_embeddings", low=1)
+    if config.values.get("model_type") in {"gemma3_text", "phi3"}:  # of a scaled rope, max_position_embeddings is that
+        return trained
+    rope = config.values.get("rope_scaling") or config.values.get("rope_parameters") or {}
+    if not isinstance(rope, dict):
+        raise config.error("rope_scaling", "must be an object")
+    kind = rope.get("rope_type", rope.get("type"))
+    if kind not in _FACTOR_ROPES or rope.get("factor") is None:  # yarn infers a factor that leads here
+        return trained
+    scaling = _Document(config.path, rope)
+    if kind == "yarn":
+        key = "original_max_position_embeddings"  # outside of the rope section it takes precedence
+        holder = next((each for each in (config, scaling) if each.values.get(key) is not None), None)
+        trained = trained if holder is None else holder.integer(key, low=1)
+    return int(trained * (scaling.number("factor") or 1.0))
+
+
+def _eos_token_ids(document: _Document, vocab_size: int) -> frozenset[TokenId]:
+    value = document.values.get("eos_token_id")
+    ids = [] if value is None else value if isinstance(value, list) else [value]
+    if not all(isinstance(each, int) and not isinstance(each, bool) and 0 <= each < vocab_size for each in ids):
+        raise document.error("eos_token_id", f"must be a token id below {vocab_size}, or a list of them")
+    return frozenset(TokenId(each) for each in ids)
+
+
+def _tokenizer_ends(config: _Document, folder: Path, vocab_size: int, *, is_gguf: bool) -> frozenset[TokenId]:
+    """The tokenizer's `eos_token`, which is all that many fine-tunes change, and, of GGUF files of Gemma 3,
+    `<end_of_turn>`, which they seldom name.
+    """
+    documents = (_Document.read(folder / each, optional=True) for each in _SPECIAL_TOKENS)
+    token = next(filter(None, (each.values.get("eos_token") for each in documents)), None)
+    ends = [token.get("content") if isinstance(token, dict) else token]
+    if is_gguf and config.values["model_type"] == "gemma3_text":
+        ends.append("<end_of_turn>")
+    found = find_tokens(folder, [name for name in ends if isinstance(name, str)])
+    return frozenset(TokenId(each) for each in found if each < vocab_size)
+
+
+def _generation_defaults(generation: _Document) -> Mapping[str, float | int]:
+    found = {key: value for key in _SAMPLING_DEFAULTS if (value := generation.number(key)) is not None}
+    if generation.values.get("do_sample") is False:
+        found["temperature"] = 0.0  # an explicit no; where the key is missing, temperature decides
+    for key, value in found.items():
+        low, high = _SAMPLING_DEFAULTS[key]
+        if key == "top_k" and value == -1:
+            found[key] = 0  # as vLLM writes "all"
+        elif not low <= value <= high or (key == "top_k" and value != int(value)):
+            raise generation.error(key, f"{value} is not in [{low:g}, {high:g}]")
+    return MappingProxyType(found)
+
+
+def _fingerprint(folder: Path, config: _Document) -> str:
+    digest = hashlib.blake2b(digest_size=16)
+    for name in _FINGERPRINTED:
+        file = folder / name
+        content = file.read_bytes() if file.exists() else b""
+        if config.path.suffix == SUFFIX and name == "config.json":
+            content = json.dumps(config.values, sort_keys=True).encode()
+        digest.update(f"{name}:{len(content)}:".encode() + content)
+    return digest.hexdigest()

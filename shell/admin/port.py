@@ -1,0 +1,74 @@
+"""The admin port: aiohttp's server around the site, plain or TLS.
+
+Bounds for callers without a token: a request must be read within `_IDLE_S` of connecting, and its head is small.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+from aiohttp import web
+
+from shell.admin.content import AdminContent
+from shell.admin.site import Site
+from shell.rpc.address import advertised_admin_address
+from shell.telemetry.logging import get_logger
+from tandem.errors import ConfigError
+from tandem.security.credentials import Incoming
+
+_log = get_logger(__name__)
+_SILENT = logging.Logger("aiohttp's own")
+"""Without handlers. aiohttp logs a stack for each request that cannot be parsed, and anybody can send those."""
+_SILENT.addHandler(logging.NullHandler())
+
+_IDLE_S = 10.0
+"""A connection that waits for a request, its first one or the rest of one, is closed after this time."""
+_MAX_LINE_BYTES = 2048
+_MAX_FIELD_BYTES = 4096
+_STOP_S = 1.0
+
+
+@asynccontextmanager
+async def admin_port(
+    listen: str | None, content: AdminContent, incoming: Incoming, advertise: str | None = None
+) -> AsyncIterator[str]:
+    """Serves while inside; gives the HOST:PORT at which it is reached, empty if `listen` is None.
+
+    `advertise` is the process's own `--advertise`: where `listen` is a wildcard, its host is the one reported.
+    Raises ConfigError if the address cannot be had.
+    """
+    if listen is None:
+        yield ""
+        return
+    app = web.Application()
+    app.router.add_route("*", "/{path:.*}", Site(content, listen, incoming.tokens).handle)
+    runner = web.AppRunner(
+        app,
+        access_log=None,
+        logger=_SILENT,
+        keepalive_timeout=_IDLE_S,
+        lingering_time=0.0,
+        max_line_size=_MAX_LINE_BYTES,
+        max_field_size=_MAX_FIELD_BYTES,
+        shutdown_timeout=_STOP_S,
+    )
+    await runner.setup()
+    try:
+        address = advertised_admin_address(listen, advertise, await _listen(runner, listen, incoming))
+        _log.info("admin port", address=address)
+        yield address
+    finally:
+        await runner.cleanup()
+
+
+async def _listen(runner: web.AppRunner, listen: str, incoming: Incoming) -> int:
+    """Returns the port."""
+    host, _, port = listen.rpartition(":")
+    context = None if incoming.tls is None else incoming.tls.serving_context()
+    try:
+        await web.TCPSite(runner, host.strip("[]"), int(port), ssl_context=context).start()
+    except OSError as error:
+        raise ConfigError("--admin-listen", f"cannot listen on {listen}: {error.strerror or error}") from error
+    return int(runner.addresses[0][1])

@@ -1,0 +1,110 @@
+"""Tells of every call that a handler answers: to an observer that counts it, and as one span, below its caller's.
+
+The outermost interceptor, so that calls refused by the others are counted, too. A method without a handler may be
+the caller's invention: it is reported as `NO_METHOD`, since methods become label values of metrics.
+
+A span's attributes and status follow OpenTelemetry's conventions for gRPC: a server's span is an ERROR where
+the server is at fault (the six codes below), and otherwise unset, never OK; the code and
+`error.type` tell the rest. So a cancelled call is no error of this span; `generate`, below it, says
+"cancelled". Source: https://opentelemetry.io/docs/specs/semconv/rpc/grpc/
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, Protocol
+
+import grpc
+import grpc.aio
+from opentelemetry.trace import Span, SpanKind, Status, StatusCode, Tracer
+
+from shell.rpc.handlers import Context, Continuation, Handler, behaviour_of, telling_end, with_behaviour
+from shell.telemetry.trace_context import ERROR_TYPE, context_from_metadata
+
+NO_METHOD = "/none/none"
+"""Reported instead of the method of a call that was refused unread."""
+_FAULTS = frozenset(
+    {
+        grpc.StatusCode.UNKNOWN,
+        grpc.StatusCode.DEADLINE_EXCEEDED,
+        grpc.StatusCode.UNIMPLEMENTED,
+        grpc.StatusCode.INTERNAL,
+        grpc.StatusCode.UNAVAILABLE,
+        grpc.StatusCode.DATA_LOSS,
+    }
+)
+
+
+class CallObserver(Protocol):
+    """Called on the event loop; must neither await nor raise."""
+
+    def began(self, method: str) -> None:
+        """A call of `/package.Service/Method` came in."""
+
+    def ended(self, method: str, code: str) -> None:
+        """It ended with this status, such as `OK`; once for each `began`."""
+
+
+class CallObserving(grpc.aio.ServerInterceptor):
+    """Expects handlers that write their streams, as those of `CallGuard` do."""
+
+    def __init__(
+        self,
+        observer: CallObserver | None = None,
+        tracer: Tracer | None = None,
+        *,
+        untraced: frozenset[str] = frozenset(),
+        refusals: Collection[Handler] = (),
+    ) -> None:
+        """`untraced` names services that would only be noise (probes), or one endless span (streams between processes).
+
+        `refusals`: handlers that other interceptors answer with, whatever method was asked for. They get no span.
+        """
+        self._observer = observer
+        self._tracer = tracer
+        self._untraced = untraced
+        self._refusals = refusals
+
+    async def intercept_service(
+        self, continuation: Continuation, handler_call_details: grpc.HandlerCallDetails
+    ) -> Handler | None:
+        """Called by gRPC once per call."""
+        handler = await continuation(handler_call_details)
+        if handler is None:
+            return None
+        behaviour = behaviour_of(handler)
+        method = NO_METHOD if handler in self._refusals else handler_call_details.method
+
+        async def observed(request: Any, context: Context) -> Any:
+            span = self._span(method, handler_call_details)
+            with span as entered, telling_end(context, lambda code: self._ended(method, code, entered)):
+                if self._observer is not None:
+                    self._observer.began(method)
+                return await behaviour(request, context)
+
+        return with_behaviour(handler, observed, handler.request_deserializer)
+
+    def _span(self, method: str, details: grpc.HandlerCallDetails) -> AbstractContextManager[Span | None]:
+        service, _, name = method.strip("/").rpartition("/")
+        if self._tracer is None or service in self._untraced or method == NO_METHOD:
+            return nullcontext()
+        return self._tracer.start_as_current_span(
+            f"{service}/{name}",
+            context_from_metadata(tuple(details.invocation_metadata or ())),
+            SpanKind.SERVER,
+            {"rpc.system": "grpc", "rpc.service": service, "rpc.method": name},
+            record_exception=False,  # its message may quote the caller
+            set_status_on_exception=False,
+        )
+
+    def _ended(self, method: str, code: grpc.StatusCode, span: Span | None) -> None:
+        if self._observer is not None:
+            self._observer.ended(method, code.name)
+        if span is None:
+            return
+        span.set_attribute("rpc.grpc.status_code", code.value[0])
+        if code is not grpc.StatusCode.OK:
+            span.set_attribute(ERROR_TYPE, code.name)
+        if code in _FAULTS:
+            span.set_status(Status(StatusCode.ERROR, code.name))

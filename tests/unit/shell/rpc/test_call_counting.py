@@ -1,0 +1,186 @@
+"""What is told of each gRPC call: that it came, and how it ended."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any
+
+import grpc
+import grpc.aio
+import pytest
+
+from shell.rpc.handlers import Handler
+from shell.rpc.interceptors import NO_SUCH_METHOD, CallGuard
+from shell.rpc.observing import NO_METHOD, CallObserving
+from tandem.errors import DeadlineExceeded, InvalidRequest
+from tandem.v1 import inference_pb2, inference_pb2_grpc
+
+TIMEOUT_S = 20
+SERVICE = "/tandem.v1.InferenceService"
+
+
+class Told:
+    """A CallObserver that keeps what it is told."""
+
+    def __init__(self) -> None:
+        self.running: list[str] = []
+        self.calls: list[tuple[str, str]] = []
+        self.one_ended = asyncio.Event()
+
+    def began(self, method: str) -> None:
+        self.running.append(method)
+
+    def ended(self, method: str, code: str) -> None:
+        self.running.remove(method)
+        self.calls.append((method.removeprefix(SERVICE), code))
+        self.one_ended.set()
+
+    async def end_of_one(self) -> None:
+        """A caller may know the status before the handler has left."""
+        await asyncio.wait_for(self.one_ended.wait(), TIMEOUT_S)
+
+
+class Servicer(inference_pb2_grpc.InferenceServiceServicer):
+    """Answers, refuses, breaks or hangs, as the text says."""
+
+    async def Generate(  # noqa: N802
+        self, request: inference_pb2.GenerateRequest, context: object
+    ) -> AsyncIterator[inference_pb2.GenerateResponse]:
+        yield inference_pb2.GenerateResponse(text="first")
+        if request.text == "hang":
+            await asyncio.Event().wait()
+        if request.text == "break":
+            raise ZeroDivisionError
+
+    async def GetModel(self, request: inference_pb2.GetModelRequest, context: Any) -> inference_pb2.GetModelResponse:  # noqa: N802
+        if request.model == "bad":
+            raise InvalidRequest("model", "is bad")
+        if request.model == "late":
+            time.sleep(1.5 * context.time_remaining())  # noqa: ASYNC251  (the call ends, and the loop has yet to hear)
+            raise DeadlineExceeded("found by the handler itself")
+        if request.model == "abort":
+            await context.abort(grpc.StatusCode.ABORTED, "no")
+        return inference_pb2.GetModelResponse()
+
+
+class Refusing(grpc.aio.ServerInterceptor):
+    """Turns every call away."""
+
+    @staticmethod
+    async def _refuse(requests: Any, context: Any) -> None:
+        await context.abort(grpc.StatusCode.UNAUTHENTICATED, "no")
+
+    HANDLER: Handler = grpc.stream_stream_rpc_method_handler(_refuse)
+
+    async def intercept_service(self, continuation: Any, handler_call_details: Any) -> Any:
+        return self.HANDLER
+
+
+Serve = Callable[..., Awaitable[tuple[Told, grpc.aio.Channel]]]
+
+
+@pytest.fixture
+async def serve() -> AsyncIterator[Serve]:
+    """Starts a server with these interceptors under the counting one."""
+    async with asyncio.timeout(60):
+        running: list[tuple[grpc.aio.Server, grpc.aio.Channel]] = []
+
+        async def start(*inner: grpc.aio.ServerInterceptor) -> Any:
+            told = Told()
+            counting = CallObserving(told, refusals=(Refusing.HANDLER, NO_SUCH_METHOD))
+            server = grpc.aio.server(interceptors=(counting, *(inner or (CallGuard(frozenset()),))))
+            inference_pb2_grpc.add_InferenceServiceServicer_to_server(Servicer(), server)
+            port = server.add_insecure_port("127.0.0.1:0")
+            await server.start()
+            channel = grpc.aio.insecure_channel(f"127.0.0.1:{port}")
+            running.append((server, channel))
+            return told, channel
+
+        yield start
+        for server, channel in running:
+            await channel.close()
+            await server.stop(0)
+
+
+@pytest.mark.parametrize(
+    ("model", "code"), [("", "OK"), ("bad", "INVALID_ARGUMENT"), ("abort", "ABORTED")], ids=["fine", "error", "abort"]
+)
+async def test_a_unary_call_ends_with_its_status(serve: Serve, model: str, code: str) -> None:
+    told, channel = await serve()
+    call = inference_pb2_grpc.InferenceServiceStub(channel).GetModel(
+        inference_pb2.GetModelRequest(model=model), timeout=TIMEOUT_S
+    )
+    assert (await call.code()).name == code
+    await told.end_of_one()
+    assert (told.calls, told.running) == ([("/GetModel", code)], [])
+
+
+@pytest.mark.parametrize(("text", "code"), [("", "OK"), ("break", "INTERNAL")])
+async def test_a_stream_ends_with_its_status(serve: Serve, text: str, code: str) -> None:
+    told, channel = await serve()
+    call = inference_pb2_grpc.InferenceServiceStub(channel).Generate(
+        inference_pb2.GenerateRequest(text=text), timeout=TIMEOUT_S
+    )
+    with contextlib.suppress(grpc.aio.AioRpcError):
+        async for _ in call:
+            pass
+    assert (await call.code()).name == code
+    await told.end_of_one()
+    assert (told.calls, told.running) == ([("/Generate", code)], [])
+
+
+async def test_a_stream_that_runs_is_in_flight_and_one_that_its_caller_leaves_is_cancelled(serve: Serve) -> None:
+    told, channel = await serve()
+    call = inference_pb2_grpc.InferenceServiceStub(channel).Generate(
+        inference_pb2.GenerateRequest(text="hang"), timeout=TIMEOUT_S
+    )
+    await call.read()
+    assert (told.calls, told.running) == ([], [f"{SERVICE}/Generate"])
+    call.cancel()
+    await told.end_of_one()
+    assert (told.calls, told.running) == ([("/Generate", "CANCELLED")], [])
+
+
+async def test_a_call_past_its_deadline_is_counted_as_that(serve: Serve) -> None:
+    told, channel = await serve()
+    await channel.channel_ready()  # else a slow connection takes the time, and no handler hears of the call
+    call = inference_pb2_grpc.InferenceServiceStub(channel).Generate(
+        inference_pb2.GenerateRequest(text="hang"), timeout=2.0
+    )
+    assert (await call.code()).name == "DEADLINE_EXCEEDED"
+    await told.end_of_one()
+    assert (told.calls, told.running) == ([("/Generate", "DEADLINE_EXCEEDED")], [])
+
+
+async def test_an_error_that_comes_after_the_call_is_over_is_no_bug_of_the_handler(
+    serve: Serve, caplog: pytest.LogCaptureFixture
+) -> None:
+    told, channel = await serve()
+    await channel.channel_ready()
+    call = inference_pb2_grpc.InferenceServiceStub(channel).GetModel(
+        inference_pb2.GetModelRequest(model="late"), timeout=2.0
+    )
+    assert (await call.code()).name == "DEADLINE_EXCEEDED"
+    await told.end_of_one()
+    assert (told.calls, told.running) == ([("/GetModel", "DEADLINE_EXCEEDED")], [])
+    assert not caplog.records
+
+
+async def test_a_call_turned_away_unread_has_no_method_of_the_callers_choice(serve: Serve) -> None:
+    told, channel = await serve(Refusing())
+    call = inference_pb2_grpc.InferenceServiceStub(channel).GetModel(inference_pb2.GetModelRequest(), timeout=TIMEOUT_S)
+    assert (await call.code()).name == "UNAUTHENTICATED"
+    await told.end_of_one()
+    assert told.calls == [(NO_METHOD, "UNAUTHENTICATED")]
+
+
+async def test_a_method_that_does_not_exist_is_told_without_its_name(serve: Serve) -> None:
+    told, channel = await serve()
+    method: Any = channel.unary_unary("/made.Up/Method")
+    call = method(b"", timeout=TIMEOUT_S)
+    assert (await call.code()).name == "UNIMPLEMENTED"
+    await told.end_of_one()
+    assert told.calls == [(NO_METHOD, "UNIMPLEMENTED")]
