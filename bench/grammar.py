@@ -22,8 +22,8 @@ from pathlib import Path
 import numpy as np
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
+from engine.draws import TokenMask
 from engine.guides import Guide, Guides
-from engine.step import TokenMask
 from models.files.checkpoint import read_checkpoint
 from models.grammar import GrammarCompiler
 from tandem.types import Constraint, Language, TokenId

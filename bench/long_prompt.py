@@ -30,7 +30,7 @@ from decode_worker.scheduler import StepLimits
 from decode_worker.worker import DecodeWorker, WorkerParts, WorkerPolicy
 from engine.block_pool import BlockPool
 from engine.prefix_cache import PrefixCache
-from engine.step import SampledToken, Step, StepResult
+from engine.step import DrawnTokens, SampledToken, Step, StepResult
 from kvtransfer.base import HandoffListener, Offer
 from kvtransfer.messages import MAX_BLOCKS_PER_WRITE, Commit, Write, digest_of
 from kvtransfer.offers import OfferTable
@@ -119,8 +119,9 @@ class Engine:
         """As the engine's thread."""
         self.num_steps += 1
         ended = asyncio.get_running_loop().create_future()
-        outputs = tuple(tuple((SampledToken(TokenId(5), None),) for _ in seq.samples) for seq in step.seqs)
-        ended.set_result(StepResult(outputs, 0.01))
+        outputs = tuple(tuple((SampledToken(TokenId(5), None),) for _ in chunk.samples) for chunk in step.chunks)
+        drawn = DrawnTokens((TokenId(5),) * (0 if step.rows is None else len(step.rows)))
+        ended.set_result(StepResult(outputs, 0.01, drawn=drawn))
         return ended
 
 

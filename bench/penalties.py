@@ -13,9 +13,9 @@ from collections.abc import Sequence
 
 import torch
 
+from engine.draws import Draws, SampleSpec
 from engine.history import TokenHistory, distinct
 from engine.sampler import draw, plan_draws
-from engine.step import SampleSpec
 from kernels.operations import Kernels
 from kernels.reference import ReferenceBackend
 from kernels.reference_operations import ReferenceOperations
@@ -36,7 +36,7 @@ def step_ms(specs: Sequence[SampleSpec], device: torch.device, repeats: int) -> 
     planned_ms, drawn_ms = [], []
     for _ in range(repeats):
         began_s = time.perf_counter()
-        plan = plan_draws(specs, kernels, device)
+        plan = plan_draws(Draws.of(specs), kernels, device)
         planned_s = time.perf_counter()
         draw(logits, plan).read()
         planned_ms.append((planned_s - began_s) * 1e3)

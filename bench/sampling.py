@@ -15,11 +15,11 @@ from typing import Any
 import torch
 
 from bench.timing import time_s
+from engine.draws import Draws, SampleSpec
 from engine.history import TokenHistory, distinct
 from engine.loading import keep_freed_memory
 from engine.penalties import fixed_changes, has_fixed_changes, reads_output
 from engine.sampler import draw, plan_draws
-from engine.step import SampleSpec
 from kernels.dispatch import select_kernels
 from tandem.types import SamplingParams, TokenId
 
@@ -60,10 +60,10 @@ def print_row(kind: str, specs: Sequence[SampleSpec], vocab_size: int, device: t
     """Times one batch."""
     kernels = select_kernels("auto", device, torch.float32)
     logits = torch.randn(len(specs), vocab_size, device=device)
-    plan = plan_draws(specs, kernels, device)
+    plan = plan_draws(Draws.of(specs), kernels, device)
     drawn = draw(logits, plan).fetch(torch.Tensor.cpu)
     calls = (
-        partial(plan_draws, specs, kernels, device),
+        partial(plan_draws, Draws.of(specs), kernels, device),
         partial(draw, logits, plan),
         drawn.read,
     )

@@ -13,9 +13,10 @@ from dataclasses import dataclass
 
 import torch
 
+from engine.draws import SampleSpec
 from engine.kv_cache import KvCache
 from engine.runner import Runner
-from engine.step import SampleSpec, ScheduledSeq, Step
+from engine.step import ScheduledSeq, Step
 from kernels.operations import Kernels
 from models.loading import LoadedModel
 from tandem.kv_layout import QuantDType

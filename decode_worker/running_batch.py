@@ -16,14 +16,13 @@ from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, replace
 
 from decode_worker.chunk_budget import ChunkBudget, PromptInLine
-from decode_worker.decoding import Decoding, may_join
+from decode_worker.decoding import Decoding, Pair
 from decode_worker.growth import Forecast, Growth
 from decode_worker.scheduler import Beside, StepLimits, StepPlan, note_overtaken, plan_step
 from engine.block_pool import BlockPool
-from engine.decode_rows import StepSeqs, objects_of
 from engine.prefix_cache import PrefixCache
 from engine.sequence import Sequence
-from engine.step import BlockCopy, ScheduledSeq, Step
+from engine.step import ScheduledSeq, Step
 from tandem.types import BlockId, WaitReason
 from worker.request import Request
 from worker.turns import turn_of
@@ -35,24 +34,27 @@ class BatchedStep:
     """A step to be launched, and the request of each of its seqs."""
 
     step: Step
-    seqs: tuple[tuple[Request, Sequence], ...]
-    """In the order of `step.seqs`."""
-    num_decodes: int
-    """Seqs that compute one token and draw the next one; all others compute chunks of prompts."""
-    num_rows: int = 0
-    """So many of the first are decodes of requests with one choice, no grammar and no beams (`decoding`)."""
+    rows: tuple[Pair, ...]
+    """Whose rows `step.rows` are; each draws one token: draw number i is row i's."""
+    chunks: tuple[Pair, ...]
+    """Whose chunks `step.chunks` are."""
+    planned: tuple[Request, ...]
+    """Requests in it that may not have been in a step before."""
+
+    @property
+    def seqs(self) -> tuple[Pair, ...]:
+        """Rows, then chunks."""
+        return self.rows + self.chunks
 
     @property
     def num_prompt_tokens(self) -> int:
-        """Tokens in chunks of prompts."""
-        if self.is_decode:
-            return 0
-        return sum(len(seq.token_ids) for seq in objects_of(self.step.seqs)) - (self.num_decodes - self.num_rows)
+        """Tokens in chunks."""
+        return sum(len(chunk.token_ids) for chunk in self.step.chunks)
 
     @property
     def is_decode(self) -> bool:
-        """Whether no seq computes a prompt. Each draws one token then: draw number i is seq number i's."""
-        return self.num_decodes == len(self.seqs)
+        """Whether it computes no chunk."""
+        return not self.chunks
 
 
 class BlockReleases:
@@ -117,7 +119,7 @@ class RunningBatch:
         self._requests: set[Request] = set()
         self._running: list[Request] = []
         self._decoding = Decoding(cache)
-        """Many of those that run."""
+        """Those of their choices that decode."""
         self._waiting: list[Request] = []
         self.is_dry = False
         """Whether some run, and at the last look none could for lack of blocks."""
@@ -164,11 +166,11 @@ class RunningBatch:
         blocks to go on, or they search with beams.
         """
         for request in self._running:
-            if request.for_another or request in self._decoding:
-                continue  # `prompts_for_others` tells of it; or it gets a token with each step
+            if request.for_another:
+                continue  # `prompts_for_others` tells of it
             if request.group.num_remaining_tokens > request.group.num_seats:
                 yield request, WaitReason.PROMPT
-            elif request.group.num_missing_blocks(self._pool):
+            elif not self._decoding.steps(request) and request.group.num_missing_blocks(self._pool):
                 yield request, WaitReason.ROOM
             elif request.spec.sampling.beam_width:
                 yield request, WaitReason.SEARCH
@@ -206,8 +208,14 @@ class RunningBatch:
 
     def choice_ended(self, request: Request, choice: Sequence) -> None:
         """As `leave`, for one of several choices."""
+        self._decoding.choice_left(request, choice)
         request.group.remember_sequence(choice, self._cache)
         self.releases.release([choice.take_blocks()])
+
+    def beams_moved(self, request: Request, tables: Iterable[SequenceOf[BlockId]]) -> None:
+        """Its beams have gone on together; `tables` are those of beams that nobody continued."""
+        self._decoding.beams_moved(request)
+        self.releases.release(tables)
 
     def next_step(self) -> BatchedStep | None:
         """Plans a step with none in flight; None = no sequence can step now.
@@ -219,7 +227,7 @@ class RunningBatch:
             plan, beside = self._plan(self._limits_now())
             if self._attach(plan.admitted) or self._attach_more(plan):
                 continue
-            step = self._carry_out(plan, beside, None)
+            step = self._carry_out(plan, beside, is_behind=False)
             self.is_dry = step is None and plan.lacks_blocks
             if step is not None or not plan.preempted:
                 return step
@@ -237,9 +245,9 @@ class RunningBatch:
             return None
         if not all(_is_decode(request, seq) for request, seq, _ in plan.scheduled):
             return None
-        if len(plan.admitted) < len(self._waiting) and any(seq.is_exhausted for _, seq in running.seqs):
+        if len(plan.admitted) < len(self._waiting) and any(seq.is_exhausted for _, seq in running.rows):
             return None
-        return self._carry_out(plan, beside, running)
+        return self._carry_out(plan, beside, is_behind=True)
 
     @property
     def num_decodes(self) -> int:
@@ -281,7 +289,7 @@ class RunningBatch:
 
     def _plan(self, limits: StepLimits) -> tuple[StepPlan, Beside | None]:
         """The next step, and what else takes part in it; None = the plan is of all."""
-        beside = self._decoding.wanted() if len(self._decoding) else None
+        beside = self._decoding.wanted()
         if beside is not None:
             others = []
             if len(beside.requests) < len(self._running):
@@ -291,8 +299,8 @@ class RunningBatch:
                 return plan, beside
         return plan_step(self._running, self._waiting, self._cache, limits, self._growth), None
 
-    def _carry_out(self, plan: StepPlan, beside: Beside | None, running: BatchedStep | None) -> BatchedStep | None:
-        """`beside`: what takes part too; `running`: the step in flight."""
+    def _carry_out(self, plan: StepPlan, beside: Beside | None, *, is_behind: bool) -> BatchedStep | None:
+        """`beside`: what takes part too; `is_behind`: whether the step planned before is in flight."""
         for request in plan.admitted:
             self._waiting.remove(request)
             bisect.insort(self._running, request, key=lambda each: each.rank)
@@ -303,27 +311,16 @@ class RunningBatch:
             return None
         if self._waiting and not self._waiting[0].group.holds_blocks and self._waiting[0].reads_cache:
             self._waiting[0].group.prefetch(self._cache)
-        num_decodes = sum(_is_decode(request, seq) for request, seq, _ in plan.scheduled)
-        if beside is None:
-            self._decoding.clear()  # what follows moves their sequences on
-        self._decoding.step_planned()
-        rows, pairs = (None, ()) if beside is None else self._decoding.schedule(is_behind=running is not None)
-        draws: dict[Sequence, int] = {}
-        if running is not None and plan.scheduled:
-            draws = {seq: draw for draw, (_, seq) in enumerate(running.seqs)}
-        copies: list[BlockCopy] = []
-        objects: list[ScheduledSeq] = []
-        for request, seq, num_tokens in plan.scheduled:
-            is_decode = _is_decode(request, seq)
+        decodes = [(request, seq) for request, seq, _ in plan.scheduled if _is_decode(request, seq)]
+        others = [each for each in plan.scheduled if not _is_decode(*each[:2])]
+        rows, pairs, copies = self._decoding.schedule(decodes, beside=beside is not None, is_behind=is_behind)
+        chunks: list[ScheduledSeq] = []
+        for request, seq, num_tokens in others:
             copies += request.group.copy_on_write(seq, self._cache)
-            objects.append(self._schedule(seq, num_tokens, draws.get(seq) if seq.num_pending_tokens else None))
-            if is_decode and may_join(request):
-                self._decoding.join(request, len(pairs) + len(objects) - 1)
-        seqs = tuple(objects) if rows is None else StepSeqs(rows, tuple(objects))
-        step = Step(seqs, tuple(copies), self._cache.take_moves())
-        num_rows = len(pairs)
-        pairs += tuple((request, seq) for request, seq, _ in plan.scheduled)
-        return BatchedStep(step, pairs, num_decodes + num_rows, num_rows)
+            chunks.append(self._schedule(seq, num_tokens))
+        step = Step(tuple(chunks), tuple(copies), self._cache.take_moves(), rows)
+        planned = tuple([request for request, *_ in plan.scheduled])
+        return BatchedStep(step, pairs, tuple([(request, seq) for request, seq, _ in others]), planned)
 
     def _attach(self, admitted: Iterable[Request]) -> bool:
         """Whether any of them has found blocks."""
@@ -356,11 +353,11 @@ class RunningBatch:
             self._running.remove(request)
             bisect.insort(self._waiting, request, key=lambda each: each.rank)
 
-    def _schedule(self, seq: Sequence, num_tokens: int, feed: int | None) -> ScheduledSeq:
+    def _schedule(self, seq: Sequence, num_tokens: int) -> ScheduledSeq:
         num_blocks = seq.blocks_wanted(num_tokens, self._pool.block_size)
         if num_blocks:
             seq.add_blocks(self._cache.allocate(num_blocks))
-        scheduled = seq.schedule(num_tokens, feed)
+        scheduled = seq.schedule(num_tokens)
         self._pool.set_filled(seq.block_table, seq.num_computed_tokens, scheduled.context_len)
         return scheduled
 

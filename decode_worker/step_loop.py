@@ -30,22 +30,31 @@ from collections.abc import Sequence as SequenceOf
 from contextlib import suppress
 from dataclasses import dataclass
 
+from decode_worker.decoding import Pair
 from decode_worker.prompts_for_others import PromptsForOthers
 from decode_worker.running_batch import BatchedStep, RunningBatch
 from engine.beam_group import BeamGroup, candidates_of
-from engine.decode_rows import DrawnTokens, objects_of
 from engine.engine_thread import EngineBroken
 from engine.guides import Guides
 from engine.prefix_cache import PrefixCache
 from engine.sequence import Sequence
-from engine.step import BrokenLogits, Sampled, SampledToken, ScheduledSeq, Scores, StepFailed, StepResult
+from engine.step import (
+    BrokenLogits,
+    DrawnTokens,
+    Sampled,
+    SampledToken,
+    ScheduledSeq,
+    Scores,
+    StepFailed,
+    StepResult,
+)
 from engine.thread_work import to_the_end
 from shell.clock import Clock
 from shell.telemetry.logging import get_logger
 from shell.telemetry.observers import StepReport, WorkerObserver
 from tandem.errors import TandemError
 from tandem.types import TokenId
-from worker.ports import RouterPort, StepEngine, TokenColumns
+from worker.ports import RouterPort, StepEngine, TokenColumns, TokenExtra
 from worker.request import Request
 
 _log = get_logger(__name__)
@@ -173,7 +182,7 @@ class StepLoop:
         batched = plan()
         if batched is None:
             return False
-        for request, _ in batched.seqs[batched.num_rows :]:
+        for request in batched.planned:
             if request.started_s is None:
                 request.started_s = began_s
                 if request.owes_prefill_done and request.reads_cache:
@@ -202,7 +211,7 @@ class StepLoop:
         running = self._in_flight[0]
         if not self._overlap or not running.batched.is_decode:
             return
-        after_s = self._timing.launch_after_s(len(running.batched.seqs))
+        after_s = self._timing.launch_after_s(len(running.batched.rows))
         if after_s is None:
             return
         timeout_s = running.started_s + after_s - self._clock.now_s()
@@ -226,14 +235,11 @@ class StepLoop:
             self._fail(batched, StepFailed.of(error))
         else:
             for number, scores in result.scored.items():
-                self._tell_scores(batched.seqs[number][0], scores)
-            num_rows, objects = batched.num_rows, objects_of(batched.step.seqs)
-            if num_rows:
-                self._apply_rows(batched.seqs[:num_rows], result.outputs)
-            others = zip(batched.seqs[num_rows:], objects, result.outputs[num_rows:], strict=True)
-            for (request, seq), scheduled, drawn in others:
+                self._tell_scores(batched.chunks[number][0], scores)
+            self._apply_rows(batched.rows, result.drawn)
+            for (request, seq), chunk, drawn in zip(batched.chunks, batched.step.chunks, result.outputs, strict=True):
                 if request in self._batch and not seq.is_finished:
-                    self._apply(request, seq, scheduled, drawn)
+                    self._apply_chunk(request, seq, chunk, drawn)
             self._report(batched, result)
         self._on_step_ended()
 
@@ -269,55 +275,69 @@ class StepLoop:
         else:
             request.take_scores(scores)
 
-    def _apply_rows(self, rows: SequenceOf[tuple[Request, Sequence]], outputs: SequenceOf[tuple[Sampled, ...]]) -> None:
-        """One token for each of `rows`, whose outputs are the first ones: what `_apply` comes to, for these."""
-        here = self._batch.requests
-        if isinstance(outputs, DrawnTokens):
-            self._apply_drawn(rows, outputs.token_ids)
-            return
-        for (request, seq), (sampled,) in zip(rows, outputs, strict=False):
-            if seq.finish_reason is not None or request not in here:
-                continue
-            if isinstance(sampled, BrokenLogits):
-                self._break(request, sampled)
-                continue
-            seq.num_ended_tokens += 1
-            if request.take_token(seq, sampled[0]) is not None:
-                self._on_ended(request, None)
-
-    def _apply_drawn(self, rows: SequenceOf[tuple[Request, Sequence]], token_ids: SequenceOf[TokenId]) -> None:
-        """The same where nothing but a token came of each: told together, but for those that end with theirs."""
-        here = self._batch.requests
+    def _apply_rows(self, rows: SequenceOf[Pair], drawn: DrawnTokens) -> None:
+        """One token of each row's choice, or the candidates of a beam: each router is sent all its tokens together."""
+        here, more = self._batch.requests, drawn.more
         told: dict[RouterPort, TokenColumns] = defaultdict(TokenColumns)
-        ended: list[Request] = []
-        for (request, seq), token_id in zip(rows, token_ids, strict=True):
+        ended: list[Pair] = []
+        broken: dict[Request, None] = {}
+        for row, ((request, seq), token_id) in enumerate(zip(rows, drawn.token_ids, strict=False)):
             if seq.finish_reason is not None or request not in here:
                 continue
-            request.num_sampled_tokens += 1
-            finish_reason, offset = seq.append_decoded(token_id), seq.num_output_tokens - 1
-            if finish_reason is None:
-                columns = told[request.router]
-                columns.handles.append(request.handle)
-                columns.indexes.append(seq.index)
-                columns.offsets.append(offset)
-                columns.token_ids.append(token_id)
-            else:
-                request.router.token(request.handle, seq.index, offset, SampledToken(token_id, None), finish_reason)
-                ended.append(request)
+            if token_id < 0:
+                broken[request] = None
+            elif seq.num_candidates:
+                seq.num_ended_tokens += 1
+                self._search(request, seq, more[row])
+                ended.append((request, seq))
+            elif self._take_token(request, seq, token_id, more.get(row), told[request.router]):
+                ended.append((request, seq))
         for router, columns in told.items():
-            router.tokens(columns)
-        for request in ended:
-            self._on_ended(request, None)
+            router.token_rows(columns)
+        for request in broken:
+            self._break(request, BrokenLogits())
+        for request, seq in ended:
+            if request in here:
+                self._settle(request, seq)
 
-    def _apply(self, request: Request, seq: Sequence, scheduled: ScheduledSeq, drawn: tuple[Sampled, ...]) -> None:
+    def _take_token(
+        self,
+        request: Request,
+        seq: Sequence,
+        token_id: TokenId,
+        sampled: tuple[SampledToken, ...] | None,
+        columns: TokenColumns,
+    ) -> bool:
+        """Adds a row's token to its choice and to `columns`; returns whether the choice ends with it."""
+        request.num_sampled_tokens += 1
+        finish_reason = seq.append_decoded(token_id)
+        if finish_reason is not None or sampled is not None:
+            logprobs = None if sampled is None else sampled[0].logprobs
+            columns.extras[len(columns.handles)] = TokenExtra(logprobs, finish_reason)
+        columns.handles.append(request.handle)
+        columns.indexes.append(seq.index)
+        columns.offsets.append(seq.num_output_tokens - 1)
+        columns.token_ids.append(token_id)
+        if seq.guide is not None:
+            self._follow((seq,))
+        return finish_reason is not None
+
+    def _settle(self, request: Request, seq: Sequence) -> None:
+        """What `seq` has drawn was sent: its request ends with its last choice."""
+        if request.group.is_finished:
+            self._on_ended(request, None)
+        elif seq.is_finished:
+            self._batch.choice_ended(request, seq)
+
+    def _apply_chunk(self, request: Request, seq: Sequence, chunk: ScheduledSeq, drawn: tuple[Sampled, ...]) -> None:
         broken = next((sampled for sampled in drawn if isinstance(sampled, BrokenLogits)), None)
         if broken is not None:
             self._break(request, broken)
             return
         tokens = [sampled for sampled in drawn if not isinstance(sampled, BrokenLogits)]
         group = request.group
-        seq.step_ended(scheduled)
-        if len(scheduled.token_ids) > 1:
+        seq.step_ended(chunk)
+        if len(chunk.token_ids) > 1:
             group.remember_sequence(seq, self._cache)
         ends_prefix = not group.is_forked and (bool(drawn) or seq.num_remaining_tokens == 0)
         if request.for_another:
@@ -331,37 +351,40 @@ class StepLoop:
         if ends_prefix and not group.is_forked:
             group.fork(self._cache.pool)
             group.follow(self._cache)
-        if group.is_finished:
-            self._on_ended(request, None)
-        elif seq.is_finished:
-            self._batch.choice_ended(request, seq)
+        self._settle(request, seq)
 
     def _take(self, request: Request, seq: Sequence, drawn: list[tuple[SampledToken, ...]]) -> None:
         """One token for each choice that draws from `seq`, or the candidates of a beam."""
-        group = request.group
-        if not isinstance(group, BeamGroup):
-            for choice, (token,) in zip(seq.drawers, drawn, strict=True):
-                request.take_token(choice, token)
-            self._follow(request, seq.drawers)
+        if seq.num_candidates:
+            self._search(request, seq, drawn[0])
             return
-        self._batch.releases.release(group.draw(seq, candidates_of(drawn[0]), self._cache.pool))
+        for choice, (token,) in zip(seq.drawers, drawn, strict=True):
+            request.take_token(choice, token)
+        self._follow(seq.drawers)
+
+    def _search(self, request: Request, beam: Sequence, drawn: tuple[SampledToken, ...]) -> None:
+        """The candidates of one of its beams."""
+        group = request.group
+        assert isinstance(group, BeamGroup)
+        self._batch.beams_moved(request, group.draw(beam, candidates_of(drawn), self._cache.pool))
         if group.is_finished:
             request.tell_found(group)
         else:
-            self._follow(request, group.sequences)
+            self._follow(group.sequences)
 
-    def _follow(self, request: Request, sequences: Iterable[Sequence]) -> None:
+    def _follow(self, sequences: Iterable[Sequence]) -> None:
         """Those with new tokens wait for their next masks, if they have a grammar."""
-        if self._guides is not None and request.spec.sampling.constraint is not None:
+        if self._guides is not None:
             self._guides.follow(each.guide for each in sequences)
 
     def _report(self, batched: BatchedStep, result: StepResult) -> None:
         seconds = result.seconds
-        self._batch.budget.step_took(batched.num_decodes, batched.num_prompt_tokens, seconds, result.num_lent_cores)
+        num_decodes = len(batched.rows)
+        self._batch.budget.step_took(num_decodes, batched.num_prompt_tokens, seconds, result.num_lent_cores)
         if batched.is_decode:
-            self._timing.step_took(len(batched.seqs), seconds)
+            self._timing.step_took(num_decodes, seconds)
         specs = tuple([request.spec for request, _ in batched.seqs])
-        self._observer.step(StepReport(seconds, batched.num_prompt_tokens, batched.num_decodes, specs))
+        self._observer.step(StepReport(seconds, batched.num_prompt_tokens, num_decodes, specs))
 
     async def _drain(self) -> None:
         """Waits for what is in flight, cancelled or not."""

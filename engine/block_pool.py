@@ -239,9 +239,10 @@ class BlockPool:
         self._filled_slots += int(filled.sum() - self._fills[indices].sum())
         self._fills[indices] = filled
 
-    def any_shared(self, blocks: npt.NDArray[np.intp]) -> bool:
-        """Whether `is_shared` is true of any of them."""
-        return bool((self._ref_counts[blocks] > 1).any() or self._knowns[blocks].any())
+    def shared(self, blocks: npt.NDArray[np.intp]) -> npt.NDArray[np.bool_]:
+        """Returns `is_shared` of each."""
+        shared: npt.NDArray[np.bool_] = (self._ref_counts[blocks] > 1) | (self._knowns[blocks] != 0)
+        return shared
 
     def fill_last(self, blocks: npt.NDArray[np.intp], num_slots: npt.NDArray[np.int64]) -> None:
         """As `set_filled`, where only the last block of each of many tables gets tokens: so many slots of it hold one.

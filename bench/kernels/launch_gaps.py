@@ -18,10 +18,11 @@ from torch.profiler import ProfilerActivity, profile
 
 from bench.timing import Call
 from engine.batch import Batch, build_batch
+from engine.draws import SampleSpec
 from engine.graphs import CudaCapturer, DecodeGraphs
 from engine.kv_cache import KvCache
 from engine.runner import Runner
-from engine.step import SampleSpec, ScheduledSeq, Step
+from engine.step import DecodeRows, ScheduledSeq, Step
 from kernels.dispatch import AUTO, select_kernels
 from kernels.operations import Kernels
 from models.loading import LoadedModel, load_model
@@ -103,7 +104,7 @@ def _measure_all(model: LoadedModel, kv_cache: KvCache, kernels: Kernels) -> lis
 
 def two_in_flight(runner: Runner, step: Step) -> Call:
     """Launches a step that the one before it feeds, then waits for that one, as a decode worker does."""
-    fed = Step(tuple(seq._replace(token_ids=(TokenId(0),), feed=number) for number, seq in enumerate(step.seqs)))
+    fed = Step((), rows=DecodeRows.of(step.chunks, feeds=range(len(step.chunks))))
     before = runner.launch(runner.prepare(step), None)
 
     def call() -> None:

@@ -15,7 +15,6 @@ from engine.placement import ThreadPlacement, open_engine_executor
 from engine.runner import Runner, independent_runs
 from engine.sequence import Sequence
 from engine.step import (
-    AdapterId,
     BlockCopy,
     BrokenLogits,
     Direction,
@@ -120,7 +119,6 @@ def test_choices_draw_from_the_row_of_the_prompts_last_token(make_seq, decoder, 
     ("step", "why"),
     [
         (Step(()), "without seqs"),
-        (Step((ScheduledSeq((TokenId(1),), 0, (BlockId(0),), adapter_id=AdapterId(1)),)), "no.* is loaded"),
         (Step(SEQS, copies=(BlockCopy(BlockId(0), BlockId(64)),)), "beyond the 64"),
         (Step(SEQS, moves=(TierMove(BlockId(0), HostRow(0), Direction.OUT),)), "no host tier"),
     ],
