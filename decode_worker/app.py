@@ -7,13 +7,13 @@ Knows every part and decides nothing about requests (see `worker`).
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 
 from opentelemetry.trace import Tracer
 
+from decode_worker.policy import WorkerPolicy
 from decode_worker.scheduler import StepLimits
-from decode_worker.worker import DecodeWorker, WorkerParts, WorkerPolicy
+from decode_worker.worker import new_decode_worker
 from engine.graphs import MAX_CAPTURED_SEQS
 from engine.guides import Guides
 from engine.loading import Engine, EngineOptions
@@ -27,12 +27,11 @@ from shell.config import DecodeConfig
 from shell.rpc.address import advertised_address
 from shell.rpc.process import StopSignal
 from tandem.types import Role
+from worker.parts import WorkerParts
 from worker.serving.app import Foundation, run_worker
 
 MAX_LOCAL_TOKENS = 2**31 - 1
 """Longer than any prompt."""
-MAX_PLANNING_SHARE_ON_CPU = 0.1
-"""Of a decode step: above it two steps in flight cost more than the idle time that they save (bench/LOG.md)."""
 
 
 def run(config: DecodeConfig) -> int:
@@ -80,11 +79,9 @@ async def serve(config: DecodeConfig, tracer: Tracer | None, stop: StopSignal) -
             timing=Timing(lease_s=config.lease_s),
         )
         guides = Guides(GrammarCompiler.of(base.checkpoint))
-        parts = WorkerParts(
-            engine.thread, engine.cache, receiver, base.validator, base.clock, base.observer, guides, sender
-        )
+        parts = WorkerParts(engine.thread, engine.cache, base.validator, base.clock, base.observer, guides)
         policy = _policy(config, engine, info.max_sequence_tokens)
-        worker = DecodeWorker(parts, policy)
+        worker = new_decode_worker(parts, receiver, policy, sender)
         await receiver.start()
         try:
             await base.serve(worker, info, stop, engine.cache)
@@ -111,7 +108,6 @@ def _policy(config: DecodeConfig, engine: Engine, max_sequence_tokens: int) -> W
         StepLimits(config.block_size, engine.max_seqs, engine.chunk_tokens.beside),
         max_sequence_tokens,
         overlap_steps=config.overlap_steps == "auto",
-        max_planning_share=MAX_PLANNING_SHARE_ON_CPU if engine.model.device.type == "cpu" else math.inf,
         inter_token_objective_s=objective_s,
         waiting_served_ratio=config.waiting_served_ratio,
         alone_tokens=engine.chunk_tokens.alone,

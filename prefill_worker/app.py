@@ -16,12 +16,14 @@ from engine.loading import EngineOptions
 from kvtransfer.sender import KvSender
 from kvtransfer.timing import Timing
 from models.grammar import GrammarCompiler
-from prefill_worker.scheduler import BatchLimits
-from prefill_worker.worker import PrefillWorker, WorkerParts
+from prefill_worker.outgoing_transfer import OutgoingPolicy
+from prefill_worker.prompt_line import LineLimits
+from prefill_worker.prompts import PromptPolicy
+from prefill_worker.worker import new_prefill_worker
 from shell.config import PrefillConfig
 from shell.rpc.process import StopSignal
 from tandem.types import Role
-from worker.outgoing_transfer import OutgoingPolicy
+from worker.parts import WorkerParts
 from worker.serving.app import Foundation, run_worker
 
 
@@ -45,12 +47,15 @@ async def serve(config: PrefillConfig, tracer: Tracer | None, stop: StopSignal) 
             timing=Timing(lease_s=config.lease_s),
         )
         guides = Guides(GrammarCompiler.of(base.checkpoint))
-        parts = WorkerParts(engine.thread, engine.cache, sender, base.validator, base.clock, base.observer, guides)
-        limits = BatchLimits(engine.chunk_tokens.alone, engine.max_seqs)
-        policy = OutgoingPolicy(overlap=config.overlap)
+        parts = WorkerParts(engine.thread, engine.cache, base.validator, base.clock, base.observer, guides)
+        policy = PromptPolicy(
+            LineLimits(engine.max_seqs),
+            engine.max_sequence_tokens,
+            engine.chunk_tokens.alone,
+            OutgoingPolicy(overlap=config.overlap),
+        )
         try:
-            worker = PrefillWorker(parts, limits, policy, engine.max_sequence_tokens)
-            await base.serve(worker, base.info(engine), stop, engine.cache)
+            await base.serve(new_prefill_worker(parts, sender, policy), base.info(engine), stop, engine.cache)
         finally:
             guides.close()
             await sender.stop()
