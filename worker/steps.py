@@ -168,26 +168,25 @@ class StepLoop:
             self._fail(batched, StepFailed.of(error))
         else:
             self._report(batched, result)
-            for number, scores in result.scored.items():
-                self._take_scores(batched.seqs[number][0], scores)
             num_rows, objects = batched.num_rows, objects_of(batched.step.seqs)
             if num_rows:
                 self._apply_rows(batched.seqs[:num_rows], result.outputs)
             others = zip(batched.seqs[num_rows:], objects, result.outputs[num_rows:], strict=True)
-            for (request, seq), scheduled, drawn in others:
-                if not request.has_ended and not seq.is_finished:
-                    self._apply_object(request, seq, scheduled, drawn)
+            for number, ((request, seq), scheduled, drawn) in enumerate(others, num_rows):
+                if not seq.is_finished:
+                    self._apply_object(request, seq, scheduled, drawn, result.scored.get(number))
+        finally:
+            self._releases.step_ended()
         self._on_step_ended()
 
     def _ended(self, last: _InFlight) -> None:
-        """The oldest step in flight has: the cache hears of it before it is given the blocks that waited for that."""
+        """The oldest step in flight has. The cache hears of it before it is given blocks."""
         self._in_flight.popleft()
         if last.result.exception() is None:
             seconds, num_prompt_tokens = last.result.result().seconds, last.batched.num_prompt_tokens
             self._cache.step_ended(failed=False, seconds=seconds, num_prompt_tokens=num_prompt_tokens)
         else:
             self._cache.step_ended(failed=True)
-        self._releases.step_ended()
         if self._in_flight:
             self._in_flight[0].started_s = self._clock.now_s()
 
@@ -200,14 +199,6 @@ class StepLoop:
         self._owner.end(request, broken.error(request.spec.request_id))
         for choice in request.group.sequences:
             self._cache.forget(request.spec.cache_salt, choice.token_ids)
-
-    def _take_scores(self, request: Request, scores: Scores) -> None:
-        if request.has_ended:
-            return
-        if isinstance(scores, BrokenLogits):
-            self._break(request, scores)
-        else:
-            request.take_scores(scores)
 
     def _apply_rows(self, rows: SequenceOf[tuple[Request, Sequence]], outputs: SequenceOf[tuple[Sampled, ...]]) -> None:
         """One token for each of `rows`, whose outputs are the first ones: what `_apply` comes to, for these."""
@@ -248,16 +239,27 @@ class StepLoop:
             self._owner.end(request)
 
     def _apply_object(
-        self, request: Request, seq: Sequence, scheduled: ScheduledSeq, drawn: tuple[Sampled, ...]
+        self,
+        request: Request,
+        seq: Sequence,
+        scheduled: ScheduledSeq,
+        drawn: tuple[Sampled, ...],
+        scores: Scores | None,
     ) -> None:
+        """The cache learns of a chunk, also where its request has ended: its blocks are still held."""
         tokens = [sampled for sampled in drawn if not isinstance(sampled, BrokenLogits)]
-        if len(tokens) < len(drawn):
+        if len(tokens) < len(drawn) or isinstance(scores, BrokenLogits):
             self._break(request, BrokenLogits())
             return
-        seq.step_ended(scheduled)
+        num_tokens = scheduled.context_len + len(scheduled.token_ids)
         if len(scheduled.token_ids) > 1:
-            request.group.remember_sequence(seq, self._cache)
-        self._sources.of(request).apply(request, seq, tokens)
+            full = scheduled.block_table[: num_tokens // self._cache.pool.block_size]
+            self._cache.insert(request.spec.cache_salt, seq.token_ids, full)
+        if not request.has_ended:
+            seq.step_ended(scheduled)
+            if scores is not None:
+                request.take_scores(scores)
+            self._sources.of(request).apply(request, seq, tokens)
 
     def _report(self, batched: BatchedStep, result: StepResult) -> None:
         seconds = result.seconds
@@ -274,4 +276,5 @@ class StepLoop:
             with suppress(Exception, asyncio.CancelledError):
                 await to_the_end(last.result)
             self._ended(last)
+            self._releases.step_ended()
             self._on_step_ended()
