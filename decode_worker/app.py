@@ -18,7 +18,6 @@ from engine.graphs import MAX_CAPTURED_SEQS
 from engine.guides import Guides
 from engine.loading import Engine, EngineOptions
 from kvtransfer.receiver import KvReceiver
-from kvtransfer.sender import KvSender
 from kvtransfer.ticket import MAX_BLOCKS
 from kvtransfer.timing import Timing
 from kvtransfer.transports import CUDA_IPC, SHM
@@ -27,7 +26,6 @@ from shell.config import DecodeConfig
 from shell.rpc.address import advertised_address
 from shell.rpc.process import StopSignal
 from tandem.types import Role
-from worker.parts import WorkerParts
 from worker.serving.app import Foundation, run_worker
 
 MAX_LOCAL_TOKENS = 2**31 - 1
@@ -70,18 +68,9 @@ async def serve(config: DecodeConfig, tracer: Tracer | None, stop: StopSignal) -
             tls=base.security.incoming.tls,
             timing=Timing(lease_s=config.lease_s),
         )
-        sender = KvSender(
-            base.pool_memory(engine),
-            base.fingerprints(engine),
-            base.clock,
-            config.transport,
-            tls=base.security.outgoing.tls,
-            timing=Timing(lease_s=config.lease_s),
-        )
-        guides = Guides(GrammarCompiler.of(base.checkpoint))
-        parts = WorkerParts(engine.thread, engine.cache, base.validator, base.clock, base.observer, guides)
+        sender, guides = base.sender(engine), Guides(GrammarCompiler.of(base.checkpoint))
         policy = _policy(config, engine, info.max_sequence_tokens)
-        worker = new_decode_worker(parts, receiver, policy, sender)
+        worker = new_decode_worker(base.parts(engine, guides), receiver, policy, sender)
         await receiver.start()
         try:
             await base.serve(worker, info, stop, engine.cache)

@@ -13,8 +13,6 @@ from opentelemetry.trace import Tracer
 
 from engine.guides import Guides
 from engine.loading import EngineOptions
-from kvtransfer.sender import KvSender
-from kvtransfer.timing import Timing
 from models.grammar import GrammarCompiler
 from prefill_worker.outgoing_transfer import OutgoingPolicy
 from prefill_worker.prompt_line import LineLimits
@@ -23,7 +21,6 @@ from prefill_worker.worker import new_prefill_worker
 from shell.config import PrefillConfig
 from shell.rpc.process import StopSignal
 from tandem.types import Role
-from worker.parts import WorkerParts
 from worker.serving.app import Foundation, run_worker
 
 
@@ -38,16 +35,7 @@ async def serve(config: PrefillConfig, tracer: Tracer | None, stop: StopSignal) 
     options = EngineOptions.of_worker(config, base.checkpoint.path, shared_kv=False)
     options = replace(options, prefills_only=True)
     async with base.engine(options, stop) as engine:
-        sender = KvSender(
-            base.pool_memory(engine),
-            base.fingerprints(engine),
-            base.clock,
-            config.transport,
-            tls=base.security.outgoing.tls,
-            timing=Timing(lease_s=config.lease_s),
-        )
-        guides = Guides(GrammarCompiler.of(base.checkpoint))
-        parts = WorkerParts(engine.thread, engine.cache, base.validator, base.clock, base.observer, guides)
+        sender, guides = base.sender(engine), Guides(GrammarCompiler.of(base.checkpoint))
         policy = PromptPolicy(
             LineLimits(engine.max_seqs),
             engine.max_sequence_tokens,
@@ -55,7 +43,8 @@ async def serve(config: PrefillConfig, tracer: Tracer | None, stop: StopSignal) 
             OutgoingPolicy(overlap=config.overlap),
         )
         try:
-            await base.serve(new_prefill_worker(parts, sender, policy), base.info(engine), stop, engine.cache)
+            worker = new_prefill_worker(base.parts(engine, guides), sender, policy)
+            await base.serve(worker, base.info(engine), stop, engine.cache)
         finally:
             guides.close()
             await sender.stop()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from engine.chunking import plan_chunks
 from worker.request import Request
 from worker.turns import turn_of
 
@@ -26,9 +27,10 @@ def share_tokens(
         if prompts[at][1] > num_express_tokens - sum(shares):
             break
         shares[at] = prompts[at][1]
-    left = num_tokens - sum(shares)
-    for at in range(len(prompts)) if by_rank else sorted(range(len(prompts)), key=lambda at: turn_of(*prompts[at])):
-        if not shares[at]:
-            shares[at] = min(prompts[at][1], left)
-            left -= shares[at]
+    others = [at for at, share in enumerate(shares) if not share]
+    if not by_rank:
+        others.sort(key=lambda at: turn_of(*prompts[at]))
+    chunks = plan_chunks([prompts[at][1] for at in others], num_tokens - sum(shares), len(others))
+    for at, chunk in zip(others, chunks, strict=True):
+        shares[at] = chunk
     return shares
