@@ -243,8 +243,8 @@ class DecodeConfig(WorkerConfig):
     overlap_steps: str = option(
         "overlap-steps",
         "auto",
-        "auto = plan and launch the next decode step shortly before the one that computes should end; off = once it has "
-        "ended",
+        "auto = plan and launch the next decode step shortly before the one that computes should end; off = once it "
+        "has ended",
         one_of("auto", "off"),
     )
     cuda_graph_seqs: int | None = option(
