@@ -316,7 +316,6 @@ class PrefixCache:
         if not num_blocks:
             return array("i")
         blocks = self.allocate(num_blocks)
-        self.pool.set_filled(blocks, num_blocks * self.pool.block_size)
         if num_blocks < len(node.places):
             node = self._tree.split(node, num_blocks)
         for row, block in zip(node.places, blocks, strict=True):
