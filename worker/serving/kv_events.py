@@ -39,7 +39,7 @@ _NUMBER_BYTES = 8
 _END = (-1).to_bytes(_NUMBER_BYTES, "big", signed=True)
 """In the place of a number: the end of a replay."""
 _MEDIUM = "GPU"
-"""vLLM's word for the memory that the engine computes in, on any device."""
+"""vLLM's name for the memory that the engine computes in, on any device."""
 
 _Event: TypeAlias = dict[str, Any]
 """A map of fields as vLLM names them; the tag is `type`."""
