@@ -4,7 +4,7 @@ Blocks walk the table `tandem.lifecycle.BLOCK_MOVES`:
 
     allocate          FREE → LIVE, or FREE → RESERVED for a hand-off
     start_receiving   RESERVED → RECEIVING
-    seal              RECEIVING → LIVE        verified whole, the writer has let go
+    seal              RECEIVING → LIVE        verified whole, the writer has stopped
     release           LIVE → FREE at the last holder, or → CACHED if its content is known · RESERVED → FREE
                       RECEIVING → QUARANTINED, or → FREE if its writer has stopped
     writer_stopped    QUARANTINED → FREE · RECEIVING stays with its holder, never to become LIVE
@@ -37,7 +37,7 @@ _ALLOWED = tuple(tuple(to in BLOCK_MOVES[state] for to in _STATES) for state in 
 """BLOCK_MOVES by number, so that a block's move costs an index and not two hashes."""
 
 _FEW = 8
-"""Up to so many blocks are checked faster one by one than as an array."""
+"""Up to this number, blocks are checked faster one by one than as an array."""
 
 
 class PoolExhausted(Overloaded):
@@ -90,7 +90,7 @@ class BlockPool:
         return self._generation[block]
 
     def generations(self, blocks: Sequence[BlockId]) -> npt.NDArray[np.uint64]:
-        """Of each of these."""
+        """Returns the `generation` of each block."""
         return self._generations[np.asarray(blocks, np.intp)].astype(np.uint64)
 
     def ref_count(self, block: BlockId) -> int:
@@ -111,7 +111,7 @@ class BlockPool:
         return len(blocks) - 1 - int(others[-1]) if len(others) else len(blocks)
 
     def cached_and_held(self, blocks: Sequence[BlockId]) -> tuple[Sequence[BlockId], Sequence[BlockId]]:
-        """These, those that nobody holds apart; each part in their order."""
+        """Returns the blocks that nobody holds, and the others; each part in the given order."""
         indices = np.asarray(blocks, np.int32)
         are_cached = self._states[indices] == _CACHED
         parts = (array("i", indices[are_cached].tobytes()), array("i", indices[~are_cached].tobytes()))
@@ -186,7 +186,7 @@ class BlockPool:
         self._move_all(self._require(blocks, (_RESERVED,), "start_receiving"), _RECEIVING)
 
     def seal(self, blocks: Sequence[BlockId]) -> None:
-        """Their content was verified and their writer has let go: RECEIVING → LIVE."""
+        """Moves verified blocks, whose writer has stopped: RECEIVING → LIVE."""
         indices = self._require(blocks, (_RECEIVING,), "seal")
         if self._writers_gone[indices].any():
             raise InternalError("seal of blocks whose writer stopped before they were verified")
