@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
-from engine.disk_tier import DiskJob, DiskSlot
+from engine.disk_tier import DiskJob
 from engine.host_moves import HostMoves
 from engine.row_book import RowBook
 from engine.step import HostRow
@@ -39,19 +39,19 @@ class Disk(Protocol):
 
 
 class DiskCopies:
-    """Between slots of `disk` and the rows of a host tier."""
+    """Between slots of `disk` and the rows of a host tier. Without a disk there are no slots, and so no copies."""
 
-    def __init__(self, disk: Disk, host: HostMoves) -> None:
-        self.slots: RowBook[DiskSlot] = RowBook(disk.num_slots)
+    def __init__(self, disk: Disk | None, host: HostMoves) -> None:
+        self.slots: RowBook[int] = RowBook(0 if disk is None else disk.num_slots)
         self._disk = disk
         self._host = host
-        self._checksums: dict[DiskSlot, int] = {}
+        self._checksums: dict[int, int] = {}
         """Of ready slots."""
         self._num_jobs = 0
         self.num_writing = 0
         """Rows that will be free when they are written."""
-        self.is_broken = False
-        """Whether the disk has failed: nothing goes there any more, and nothing comes back."""
+        self.is_off = disk is None
+        """Whether nothing goes to the disk and nothing comes back: there is none, or it has failed."""
         self._num_damaged = 0
         """Blocks that came back with other bytes than were written."""
         self.num_stored = self.num_loaded = self.num_failed = 0
@@ -60,9 +60,9 @@ class DiskCopies:
     @property
     def num_jobs_left(self) -> int:
         """How many blocks may be stored or loaded now."""
-        return 0 if self.is_broken else _MOST_JOBS - self._num_jobs
+        return 0 if self.is_off else _MOST_JOBS - self._num_jobs
 
-    def store(self, row: HostRow) -> DiskSlot:
+    def store(self, row: HostRow) -> int:
         """Takes a slot that a ready row's block is written to. Raises Overloaded if there is none."""
         slot = self.slots.allocate()
         self._host.rows.pin((row,))
@@ -71,7 +71,7 @@ class DiskCopies:
         self._submit(DiskJob(slot, row, self._host.memory(row), is_read=False))
         return slot
 
-    def load(self, slot: DiskSlot) -> HostRow:
+    def load(self, slot: int) -> HostRow:
         """Takes a row that a ready slot's block is read into. Raises Overloaded if there is none."""
         row = self._host.rows.allocate()
         self._host.rows.pin((row,))
@@ -82,7 +82,7 @@ class DiskCopies:
     def take_done(self) -> Sequence[HostRow]:
         """Notes what the disk has done. Returns rows that it could not fill, for the caller to forget and to unpin."""
         unfilled: list[HostRow] = []
-        for job in self._disk.take_done():
+        for job in () if self._disk is None else self._disk.take_done():
             self._num_jobs -= 1
             if job.error is not None:
                 self._broke(job.error)
@@ -102,6 +102,7 @@ class DiskCopies:
         return unfilled
 
     def _submit(self, job: DiskJob) -> None:
+        assert self._disk is not None, "a slot"
         self._num_jobs += 1
         self._disk.submit(job)
 
@@ -123,6 +124,6 @@ class DiskCopies:
             )
 
     def _broke(self, error: OSError) -> None:
-        if not self.is_broken:
-            self.is_broken = True
+        if not self.is_off:
+            self.is_off = True
             _log.error("the disk tier of the prefix cache is not used any more", error=str(error))

@@ -16,14 +16,11 @@ import threading
 from collections import deque
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final, NewType
+from typing import Final
 
 import xxhash
 
 from engine.step import HostRow
-
-DiskSlot = NewType("DiskSlot", int)
-"""Index into the file."""
 
 _READ, _WRITE, _STOP = 1, 2, 0
 """In the order of their urgency."""
@@ -35,7 +32,7 @@ _CLOSE_S = 5.0
 class DiskJob:
     """Copies one block between a row and a slot; the result is written into the job."""
 
-    slot: DiskSlot
+    slot: int
     row: HostRow
     memory: memoryview
     """The row's bytes."""

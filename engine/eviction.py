@@ -14,7 +14,6 @@ from typing import Any, cast
 
 from engine.block_pool import BlockPool
 from engine.disk_copies import DiskCopies
-from engine.disk_tier import DiskSlot
 from engine.host_moves import HostMoves, LoadCosts
 from engine.prefix_tree import Node, PrefixTree, Tier
 from engine.row_book import RowBook
@@ -28,14 +27,14 @@ _AHEAD = 8
 
 
 class Evictor:
-    """Evicts from one tree, over a pool and, if there are any, a host tier and a disk tier behind it."""
+    """Evicts from one tree, over a pool and the tiers behind it."""
 
     def __init__(
         self,
         tree: PrefixTree,
         pool: BlockPool,
-        host: HostMoves | None,
-        disk: DiskCopies | None,
+        host: HostMoves,
+        disk: DiskCopies,
         costs: LoadCosts,
         on_removed: Callable[[Sequence[int]], None],
     ) -> None:
@@ -46,7 +45,7 @@ class Evictor:
         self._disk = disk
         self._costs = costs
         self._on_removed = on_removed
-        self._num_rows_ahead = 0 if host is None else -(-host.rows.num_rows // _AHEAD)
+        self._num_rows_ahead = -(-host.rows.num_rows // _AHEAD) if disk.slots.num_rows else 0
         self.num_evicted = 0
         """Blocks of the pool that were made free."""
         self.in_use = 0
@@ -54,7 +53,6 @@ class Evictor:
 
     def abandon_loads(self, missing: int) -> int:
         """Takes back blocks that were to be loaded for requests which are gone; returns how many became free."""
-        assert self._host is not None, "blocks that are to be loaded"
         idle, num_free = set(self._host.idle_loads()), self._pool.num_free
         if not idle or missing > self._pool.num_cached + len(idle):
             return 0
@@ -105,7 +103,6 @@ class Evictor:
 
     def _store(self, node: Node) -> None:
         """Moves a node's CACHED blocks to the host tier, which has room."""
-        assert self._host is not None, "there is a host tier"
         blocks = as_blocks(node.places)
         self._pool.evict(blocks)
         self._tree.move(node, Tier.HOST, array("i", [self._host.store(block) for block in blocks]))
@@ -113,7 +110,7 @@ class Evictor:
 
     def make_room(self, num_rows: int) -> int:
         """Frees rows of the host tier, least recently used first; returns how many of `num_rows` there are then."""
-        return 0 if self._host is None else self._make_room(Tier.HOST, self._host.rows, num_rows)
+        return self._make_room(Tier.HOST, self._host.rows, num_rows)
 
     def _make_room(self, tier: Tier, rows: RowBook[Any], num_rows: int) -> int:
         """As `make_room`, in either tier behind the pool."""
@@ -130,8 +127,6 @@ class Evictor:
         A row is free only when it is written: what needs it earlier has the block forgotten.
         """
         host, disk = self._host, self._disk
-        if host is None or disk is None:
-            return
         while (missing := min(self._num_rows_ahead - host.rows.num_free - disk.num_writing, disk.num_jobs_left)) > 0:
             leaf = self._tree.least_used(Tier.HOST)
             num_idle = 0 if leaf is None else host.rows.num_idle(leaf.places, missing)
@@ -147,15 +142,12 @@ class Evictor:
 
     def note_disk(self) -> None:
         """Notes what the disk has done: what it has lost is not known any more."""
-        host, disk = self._host, self._disk
-        if host is None or disk is None:
-            return
-        was_broken, unfilled = disk.is_broken, disk.take_done()
+        was_off, unfilled = self._disk.is_off, self._disk.take_done()
         if unfilled:
             self._forget_from(Tier.HOST, set(unfilled))
-            host.rows.unpin(unfilled)
-        if disk.is_broken and not was_broken:
-            self._forget_from(Tier.DISK, range(disk.slots.num_rows))
+            self._host.rows.unpin(unfilled)
+        if self._disk.is_off and not was_off:
+            self._forget_from(Tier.DISK, range(self._disk.slots.num_rows))
 
     def _forget_from(self, tier: Tier, lost: Container[int]) -> None:
         """Forgets each node of a tier from its first lost place on, and what is below it."""
@@ -198,10 +190,10 @@ class Evictor:
             if held:
                 self._pool.forget(held)
             self._pool.evict(cached)
-        elif node.tier is Tier.HOST and self._host is not None:
+        elif node.tier is Tier.HOST:
             self._host.free(as_rows(node.places))
-        elif self._disk is not None:
-            self._disk.slots.free(as_slots(node.places))
+        else:
+            self._disk.slots.free(node.places)
 
 
 def as_blocks(places: Iterable[int]) -> Sequence[BlockId]:
@@ -212,8 +204,3 @@ def as_blocks(places: Iterable[int]) -> Sequence[BlockId]:
 def as_rows(places: Iterable[int]) -> Sequence[HostRow]:
     """Places of the host tier are its rows."""
     return cast("Sequence[HostRow]", places)
-
-
-def as_slots(places: Iterable[int]) -> Sequence[DiskSlot]:
-    """Places of the disk tier are slots of its file."""
-    return cast("Sequence[DiskSlot]", places)

@@ -34,10 +34,10 @@ class _Moves:
 
 
 class HostMoves:
-    """Between rows of `tier` and blocks of `pool`."""
+    """Between rows of `tier` and blocks of `pool`. Without a tier there are no rows, and so no moves."""
 
-    def __init__(self, tier: HostTier, pool: BlockPool) -> None:
-        self.rows: RowBook[HostRow] = RowBook(tier.num_rows)
+    def __init__(self, tier: HostTier | None, pool: BlockPool) -> None:
+        self.rows: RowBook[HostRow] = RowBook(0 if tier is None else tier.num_rows)
         self._tier = tier
         self._pool = pool
         self._next = _Moves()
@@ -62,6 +62,7 @@ class HostMoves:
 
     def memory(self, row: HostRow) -> memoryview:
         """Returns the row's bytes."""
+        assert self._tier is not None, "a row"
         return self._tier.row(row)
 
     def store(self, block: BlockId) -> HostRow:

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from engine.block_names import BlockNames, CacheListener
 from engine.block_pool import BlockPool
 from engine.disk_copies import Disk, DiskCopies
-from engine.eviction import Evictor, as_blocks, as_rows, as_slots
+from engine.eviction import Evictor, as_blocks, as_rows
 from engine.host_moves import HostMoves, LoadCosts
 from engine.host_tier import HostTier
 from engine.prefix_tree import TOKEN_BYTES, Node, PrefixTree, Tier, view_of
@@ -72,8 +72,8 @@ class PrefixCache:
         self._enabled = enabled
         self._tree = PrefixTree(pool.block_size)
         self._names = BlockNames(self._tree, pool.block_size, listener)
-        self._host = None if tier is None else HostMoves(tier, pool)
-        self._disk = None if disk is None or self._host is None else DiskCopies(disk, self._host)
+        self._host = HostMoves(tier, pool)
+        self._disk = DiskCopies(None if tier is None else disk, self._host)
         self._costs = LoadCosts(pool.block_size, 0.0 if tier is None else tier.block_s)
         self._evictor = Evictor(self._tree, pool, self._host, self._disk, self._costs, self._removed)
         self._reserves = False
@@ -91,17 +91,17 @@ class PrefixCache:
     @property
     def num_available(self) -> int:
         """Blocks that `allocate` can hand out now: free ones, and known ones that nobody holds."""
-        if self._host is None:
-            return self.pool.num_free + self.pool.num_cached
         return self.pool.num_free - self._host.num_withheld + self.pool.num_cached + len(self._host.idle_loads())
 
     @property
     def counters(self) -> CacheCounters:
         """As of now."""
-        stored, loaded = (0, 0) if self._host is None else (self._host.num_stored, self._host.num_loaded)
-        disk = self._disk
-        of_disk = (0, 0, 0) if disk is None else (disk.num_stored, disk.num_loaded, disk.num_failed)
-        return CacheCounters(self._asked_tokens, self._hit_tokens, self._evictor.num_evicted, stored, loaded, *of_disk)
+        host, disk = self._host, self._disk
+        return CacheCounters(
+            *(self._asked_tokens, self._hit_tokens, self._evictor.num_evicted),
+            *(host.num_stored, host.num_loaded),
+            *(disk.num_stored, disk.num_loaded, disk.num_failed),
+        )
 
     def match(self, cache_salt: str, token_ids: Sequence[TokenId]) -> int:
         """Returns how many leading tokens `acquire` would find: full blocks, at least one token fewer than given."""
@@ -111,7 +111,7 @@ class PrefixCache:
         """Returns how many blocks that `acquire` would find have a holder: taking them leaves no less for others."""
         path = self._walk(cache_salt, token_ids)
         found = [as_blocks(node.places[:num_blocks]) for node, num_blocks in path if node.tier is Tier.DEVICE]
-        idle = set() if self._host is None else set(self._host.idle_loads())  # `num_available` counts them
+        idle = set(self._host.idle_loads())  # `num_available` counts them
         return sum(self.pool.num_held(blocks) - len(idle.intersection(blocks) if idle else ()) for blocks in found)
 
     def acquire(self, cache_salt: str, token_ids: Sequence[TokenId], from_block: int = 0) -> Sequence[BlockId]:
@@ -145,7 +145,7 @@ class PrefixCache:
 
         What has arrived when `acquire` is called is found by that; the rest is to be computed.
         """
-        if self._disk is None or not token_ids or not self._costs.loading_pays:
+        if self._disk.is_off or not token_ids or not self._costs.loading_pays:
             return
         self._evictor.note_disk()
         path = self._tree.walk(cache_salt, token_ids, len(token_ids) - 1)
@@ -153,7 +153,7 @@ class PrefixCache:
         for node, _ in path:
             node.last_used = self._evictor.in_use
         for node, num_blocks in path:
-            if node.tier is Tier.DISK and self._read(self._disk, node, num_blocks) < num_blocks:
+            if node.tier is Tier.DISK and self._read(node, num_blocks) < num_blocks:
                 break
 
     def insert(self, cache_salt: str, token_ids: Sequence[TokenId], blocks: Sequence[BlockId]) -> None:
@@ -185,21 +185,19 @@ class PrefixCache:
     def allocate(self, num_blocks: int, state: BlockState = BlockState.LIVE) -> tuple[BlockId, ...]:
         """As `BlockPool.allocate`, after evicting what it takes. Raises PoolExhausted, and evicts nothing then."""
         is_reserved = state is BlockState.RESERVED
-        num_withheld = self._host.num_withheld if is_reserved and self._host is not None else 0
+        num_withheld = self._host.num_withheld if is_reserved else 0
         missing = num_blocks + num_withheld - self.pool.num_free
-        if missing > self.pool.num_cached and self._host is not None:
+        if missing > self.pool.num_cached:
             missing -= self._evictor.abandon_loads(missing)
         if 0 < missing <= self.pool.num_cached:
             self._evictor.evict(missing, store=not is_reserved)
-        if not is_reserved or self._host is None:
+        if not is_reserved or not self._host.rows.num_rows:
             return self.pool.allocate(num_blocks, state)
         self._reserves = True
-        return self._allocate_reserved(self._host, num_blocks, num_withheld)
+        return self._allocate_reserved(num_blocks, num_withheld)
 
     def take_moves(self) -> tuple[TierMove, ...]:
         """What the step that is built now must carry. To be called once for each, in the order of their launch."""
-        if self._host is None:
-            return ()
         if self._reserves:  # a peer writes at once, so a block for it is moved out ahead of that, or never
             num_ahead = min(_MOVES_AHEAD, self.pool.num_blocks // _FREE_SHARE - self.pool.num_free)
             self._evictor.evict_leaves(num_ahead, store=True)
@@ -213,21 +211,18 @@ class PrefixCache:
         What a failed step should have loaded, the next one loads. `seconds` for `num_prompt_tokens`: what computing
         took.
         """
-        if self._host is None:
-            return
         self._host.step_ended(failed=failed)
         if not failed and num_prompt_tokens:
             self._costs.computed(num_prompt_tokens, seconds)
 
     def rest(self) -> None:
         """No step follows for now: what nobody waits for any more is not loaded, and so holds no blocks."""
-        if self._host is not None:
-            self._evictor.abandon_loads(0)
+        self._evictor.abandon_loads(0)
 
     def num_loaded(self, blocks: Sequence[BlockId]) -> int:
         """Returns how many of these leading blocks have their content now; a step that took moves brings the others."""
         host = self._host
-        if host is None or not host.are_loading:
+        if not host.are_loading:
             return len(blocks)
         return next((at for at, block in enumerate(blocks) if host.is_loading(block)), len(blocks))
 
@@ -277,10 +272,8 @@ class PrefixCache:
         broken = [name for name, holds in laws.items() if not holds]
         if broken:
             raise InternalError(f"prefix cache: {'; '.join(broken)}")
-        if self._host is not None:
-            self._host.check_rows([row for node in nodes if node.tier is Tier.HOST for row in node.places])
-        if self._disk is not None:
-            self._disk.slots.check([slot for node in nodes if node.tier is Tier.DISK for slot in node.places])
+        self._host.check_rows([row for node in nodes if node.tier is Tier.HOST for row in node.places])
+        self._disk.slots.check([slot for node in nodes if node.tier is Tier.DISK for slot in node.places])
 
     # --- looking and adding ---
 
@@ -299,14 +292,12 @@ class PrefixCache:
 
     def _num_ready(self, node: Node, num_blocks: int) -> int:
         """Returns how many of the node's leading blocks can be loaded, if that is cheaper than computing them."""
-        if self._host is None or node.tier is not Tier.HOST or not self._costs.loading_pays:
+        if node.tier is not Tier.HOST or not self._costs.loading_pays:
             return 0
         return self._host.rows.num_ready(node.places[:num_blocks])
 
     def _load(self, node: Node, num_blocks: int) -> array[int]:
         """Moves a node's leading blocks from the host tier into blocks for the caller, as many as there is room for."""
-        host = self._host
-        assert host is not None, "a node in the host tier"
         num_blocks = min(num_blocks, self.num_available)
         if not num_blocks:
             return array("i")
@@ -314,18 +305,18 @@ class PrefixCache:
         if num_blocks < len(node.places):
             node = self._tree.split(node, num_blocks)
         for row, block in zip(as_rows(node.places), blocks, strict=True):
-            host.load(row, block)
+            self._host.load(row, block)
         self._settle(node, blocks)
         return node.places
 
-    def _read(self, disk: DiskCopies, node: Node, num_blocks: int) -> int:
+    def _read(self, node: Node, num_blocks: int) -> int:
         """Has a node's leading blocks read into rows of the host tier, as far as there is room; how many these are."""
-        num_ready = disk.slots.num_ready(node.places[:num_blocks])
-        num_blocks = self._evictor.make_room(min(num_ready, disk.num_jobs_left))
+        num_ready = self._disk.slots.num_ready(node.places[:num_blocks])
+        num_blocks = self._evictor.make_room(min(num_ready, self._disk.num_jobs_left))
         if num_blocks:
             if num_blocks < len(node.places):
                 node = self._tree.split(node, num_blocks)
-            self._tree.move(node, Tier.HOST, array("i", [disk.load(slot) for slot in as_slots(node.places)]))
+            self._tree.move(node, Tier.HOST, array("i", [self._disk.load(slot) for slot in node.places]))
         return num_blocks
 
     def _settle(self, node: Node, blocks: Sequence[BlockId]) -> None:
@@ -342,12 +333,12 @@ class PrefixCache:
         if self.listener is not None:
             self.listener.removed(hashes)
 
-    def _allocate_reserved(self, host: HostMoves, num_blocks: int, num_withheld: int) -> tuple[BlockId, ...]:
+    def _allocate_reserved(self, num_blocks: int, num_withheld: int) -> tuple[BlockId, ...]:
         """Blocks that a peer may write into at once: no step is to move them out, or is about to."""
         taken = self.pool.allocate(num_blocks + num_withheld, BlockState.RESERVED)
-        leaving = host.leaving() if num_withheld else ()
+        leaving = self._host.leaving() if num_withheld else ()
         staying = [block for block in taken if block not in leaving]
         blocks = tuple(staying[:num_blocks])
         self.pool.release([*staying[num_blocks:], *(block for block in taken if block in leaving)])
-        host.abandon_stores(blocks)
+        self._host.abandon_stores(blocks)
         return blocks
