@@ -252,7 +252,6 @@ class Decodes:
         group, prefix = request.group, request.group.prefix
         table = new_block_table(prefix.block_table)
         table.extend(new_block_table(block_ids))
-        self._pool.set_filled(table, prefix.num_tokens, prefix.num_computed_tokens)
         self._cache.insert(request.spec.cache_salt, prefix.token_ids, table)
         self._admission.handoff_landed(request)
         group.land(block_ids, first_tokens, self._pool)

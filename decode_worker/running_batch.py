@@ -297,9 +297,7 @@ class RunningBatch:
         num_blocks = seq.blocks_wanted(num_tokens, self._pool.block_size)
         if num_blocks:
             seq.add_blocks(self._cache.allocate(num_blocks))
-        scheduled = seq.schedule(num_tokens, feed)
-        self._pool.set_filled(seq.block_table, seq.num_computed_tokens, scheduled.context_len)
-        return scheduled
+        return seq.schedule(num_tokens, feed)
 
 
 def _num_prompt_tokens_left(request: Request) -> int:

@@ -27,7 +27,7 @@ from dataclasses import dataclass, replace
 
 from engine.beam_group import candidates_of
 from engine.sequence import Sequence
-from engine.step import SampledToken, ScheduledSeq, Step
+from engine.step import SampledToken, Step
 from kvtransfer.base import Sender, TransferReport
 from prefill_worker.outgoing_transfer import OutgoingPolicy, OutgoingTransfer
 from prefill_worker.prompt_line import LineLimits, PromptLine
@@ -191,7 +191,7 @@ class Prompts:
                 break
         if not chunks:
             return None
-        seqs = tuple(self._schedule(request.group.prefix, num_tokens) for request, num_tokens in chunks)
+        seqs = tuple(request.group.prefix.schedule(num_tokens) for request, num_tokens in chunks)
         pairs = tuple((request, request.group.prefix) for request, _ in chunks)
         return BatchedStep(Step(seqs, moves=self._cache.take_moves()), pairs, num_decodes=0)
 
@@ -255,11 +255,6 @@ class Prompts:
         prefix = request.group.prefix
         full = prefix.block_table[: prefix.num_ended_tokens // self._pool.block_size]
         self._transfers[request].lend(self._cache.num_loaded(full))
-
-    def _schedule(self, prefix: Sequence, num_tokens: int) -> ScheduledSeq:
-        scheduled = prefix.schedule(num_tokens)
-        self._pool.set_filled(prefix.block_table, prefix.num_computed_tokens, scheduled.context_len)
-        return scheduled
 
     def _lent(self) -> Mapping[str, int]:
         """Blocks by destination that wait for a grant or are on their way, those of ended requests included."""

@@ -215,12 +215,14 @@ class Worker:
 
     def load(self) -> WorkerLoad:
         """What runs, waits and is held now."""
+        size = self._pool.block_size
+        num_unused_slots = sum(each.group.num_unused_slots(size) for each in self._requests.values())
         load = WorkerLoad(
             engine_steps=self._parts.engine.num_steps,
             running_seqs=0,
             waiting_seqs=0,
             queued_prompt_tokens=0,
-            pool=self._pool.counts(),
+            pool=self._pool.counts(num_unused_slots),
             live_transfers=0,
             draining=self._draining,
             prompt_tokens_per_s=self._budget.prompt_tokens_per_s(0, 0.0),
