@@ -56,11 +56,6 @@ def children(parent: int) -> dict[str, int]:
     return {name: pid for pid in _child_pids(parent) if (name := _name(pid)) is not None}
 
 
-def fork_server(parent: int) -> int | None:
-    """Process id of the child of a `tandem serve` that forks its workers; None if it has none."""
-    return next((pid for pid in _child_pids(parent) if "--fork-server" in _words(pid)), None)
-
-
 def _child_pids(parent: int) -> Iterator[int]:
     for entry in os.listdir(_PROC):
         if entry.isdigit():

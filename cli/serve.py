@@ -16,10 +16,9 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from cli.command import Subparsers, add_command
-from cli.fork_server import ForkServer
 from cli.http_call import HttpHealth
 from cli.http_door import check_http
-from cli.launch import FORKED, launch_command
+from cli.launch import launch_command
 from cli.router import STOP_MARGIN_S, process_configs
 from cli.supervisor import START_TIMEOUT_S, Child, Connect, RestartPolicy, Supervisor, open_process
 from models.files.checkpoint import resolve_model
@@ -45,6 +44,7 @@ _log = get_logger(__name__)
 
 _ADMIN_LISTEN = "127.0.0.1:0"
 """Of workers, unless the router is to have no admin port either."""
+_WORKERS = ("prefill_worker", "decode_worker")
 DEFAULT_CPU_WORKERS = 2
 """Measured on two cores: a core each, they compute 17 % more prompt tokens than one worker on both, and only then can
 prompts go where nobody decodes (bench/LOG.md). While one is idle, the other has both."""
@@ -100,7 +100,6 @@ class _Server:
         self._http: Supervisor | None = None
         self._router_listen = config.router.listen
         self._workers: list[Supervisor] = []
-        self._fork_server = ForkServer()
         self._ledger = CoreLedger(self._cores) if config.lend_cores and sys.platform == "linux" else None
         self._stopping = False
 
@@ -108,11 +107,8 @@ class _Server:
         """Returns once the ready line is printed; a child's failure ends the task group instead."""
         num_workers = len(self._devices.prefill) + len(self._devices.decode)
         with progress.steps("starting", 1 + num_workers) as started:
-            self._fork_server.start()  # it imports while the router starts
             await self._start_routers()
             started()
-            if not await self._fork_server.ready():
-                _log.warning("there is no fork server: each worker imports everything by itself")
             address = local_address(self._router_listen)
             ledger = self._ledger.path if self._ledger else None
             for spec in worker_specs(self._config, self._cores, address, self._devices, ledger):
@@ -149,7 +145,6 @@ class _Server:
     async def stop(self) -> None:
         """Router first, so that what runs can finish on the workers."""
         self._stopping = True
-        self._fork_server.close()
         if self._http is not None:
             await self._http.stop()
         await asyncio.gather(*(router.stop() for router in self._routers))
@@ -159,7 +154,6 @@ class _Server:
 
     def kill(self) -> None:
         """Ends every child at once."""
-        self._fork_server.close()
         for supervisor in (self._http, *self._routers, *self._workers):
             if supervisor is not None:
                 supervisor.kill()
@@ -176,12 +170,11 @@ class _Server:
         return AsyncClient(local_address(address), security=client_side(self._config.router.security))
 
     def _start_child(self, spec: ChildSpec) -> Child:
-        if self._ledger and spec.module in FORKED:
+        if self._ledger and spec.module in _WORKERS:
             self._ledger.occupy(spec.cores)  # while it loads
-        command = launch_command(spec.module, spec.arguments, spec.cores, spec.nice, spec.gpus)
-        process = self._fork_server.fork(command) if spec.module in FORKED else None
+        process = open_process(launch_command(spec.module, spec.arguments, spec.cores, spec.nice, spec.gpus))
         prefix = "" if self._config.router.log_format == "json" else f"{spec.name:<9} | "
-        return Child(process or open_process(command), lambda line: write_line(f"{prefix}{line}"))
+        return Child(process, lambda line: write_line(f"{prefix}{line}"))
 
 
 async def _call_when_ready(worker: Supervisor, started: progress.Step) -> None:
