@@ -21,12 +21,12 @@ from cli.http_door import check_http
 from cli.launch import launch_command
 from cli.router import STOP_MARGIN_S, process_configs
 from cli.supervisor import START_TIMEOUT_S, Child, Connect, RestartPolicy, Supervisor, open_process
+from kernels.cpu.core_loans import CoreLedger, CoreLoan
 from models.files.checkpoint import resolve_model
 from models.preflight import check_loadable
 from shell import progress
 from shell.clock import MonotonicClock
 from shell.config import HttpDoorConfig, RouterConfig, ServeConfig, add_arguments, argv_of, environment, load
-from shell.core_loans import CoreLedger, CoreLoan
 from shell.core_order import neighbouring_cores
 from shell.cores import plan_cores, share_all_cores
 from shell.gpus import DevicePlan, DeviceShare, find_gpu, find_gpus, plan_devices
@@ -100,7 +100,8 @@ class _Server:
         self._http: Supervisor | None = None
         self._router_listen = config.router.listen
         self._workers: list[Supervisor] = []
-        self._ledger = CoreLedger(self._cores) if config.lend_cores and sys.platform == "linux" else None
+        lends = config.lend_cores and config.decode_worker.threads is None and sys.platform == "linux"
+        self._ledger = CoreLedger(self._cores) if lends else None
         self._stopping = False
 
     async def start(self) -> None:
@@ -110,8 +111,8 @@ class _Server:
             await self._start_routers()
             started()
             address = local_address(self._router_listen)
-            ledger = self._ledger.path if self._ledger else None
-            for spec in worker_specs(self._config, self._cores, address, self._devices, ledger):
+            specs = worker_specs(self._config, self._cores, address, self._devices)
+            for spec in specs if self._ledger is None else with_loans(specs, self._ledger.path):
                 self._workers.append(self._supervise(spec, partial(self._start_child, spec)))
             counting = [self._tasks.create_task(_call_when_ready(worker, started)) for worker in self._workers]
             for router in self._routers:
@@ -172,9 +173,9 @@ class _Server:
     def _start_child(self, spec: ChildSpec) -> Child:
         if self._ledger and spec.module in _WORKERS:
             self._ledger.occupy(spec.cores)  # while it loads
-        process = open_process(launch_command(spec.module, spec.arguments, spec.cores, spec.nice, spec.gpus))
+        command = launch_command(spec.module, spec.arguments, spec.cores, spec.nice, spec.gpus, spec.loan)
         prefix = "" if self._config.router.log_format == "json" else f"{spec.name:<9} | "
-        return Child(process, lambda line: write_line(f"{prefix}{line}"))
+        return Child(open_process(command), lambda line: write_line(f"{prefix}{line}"))
 
 
 async def _call_when_ready(worker: Supervisor, started: progress.Step) -> None:
@@ -205,7 +206,9 @@ class ChildSpec:
     nice: int
     stop_grace_s: float
     gpus: tuple[str, ...] = ()
-    """That it sees, its own first; empty = those that this process sees."""
+    """GPUs that it sees, its own first; empty = those that this process sees."""
+    loan: str | None = None
+    """Cores of another worker that it may borrow."""
 
 
 def router_spec(config: ServeConfig, cores: Sequence[int], listen: str) -> ChildSpec:
@@ -272,13 +275,8 @@ def check_host_memory(config: ServeConfig, devices: DevicePlan, available_bytes:
         )
 
 
-def worker_specs(
-    config: ServeConfig, cores: Sequence[int], router: str, devices: DevicePlan, ledger: str | None = None
-) -> list[ChildSpec]:
-    """All workers, registered with the router at HOST:PORT `router`; on loopback, as only it calls them.
-
-    `ledger`: the path of that by which they lend each other cores; None = they do not.
-    """
+def worker_specs(config: ServeConfig, cores: Sequence[int], router: str, devices: DevicePlan) -> list[ChildSpec]:
+    """Returns all workers, registered with the router at HOST:PORT `router`; on loopback, as only it calls them."""
     counts = len(devices.prefill), len(devices.decode)
     split = share_all_cores if devices.on_gpus else plan_cores
     plan = split(cores, *counts, config.decode_worker.threads)
@@ -299,7 +297,6 @@ def worker_specs(
                 router=(router,),
                 worker_id=name,
                 threads=share.threads,
-                core_loan=CoreLoan(ledger, share.others) if ledger and share.others else None,
                 admin_listen=None if config.router.admin_listen is None else _ADMIN_LISTEN,
                 device=device.device,
                 device_workers=device.num_workers,
@@ -309,3 +306,17 @@ def worker_specs(
             arguments = tuple(argv_of(own))
             specs.append(ChildSpec(name, module, arguments, share.cores, share.nice, grace_s, device.gpus))
     return specs
+
+
+def with_loans(specs: Sequence[ChildSpec], ledger: str) -> list[ChildSpec]:
+    """Returns `specs` whose workers lend cores: each may borrow those of the worker before it, the first of the last.
+
+    Workers that share cores lend none.
+    """
+    cores = [core for spec in specs for core in spec.cores]
+    if len(specs) == 1 or len(set(cores)) < len(cores):
+        return list(specs)
+    lenders = (specs[-1], *specs[:-1])
+    return [
+        replace(spec, loan=str(CoreLoan(ledger, lender.cores))) for spec, lender in zip(specs, lenders, strict=True)
+    ]

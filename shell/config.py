@@ -55,6 +55,8 @@ __all__ = [
 
 DEFAULT_ADDRESS = "127.0.0.1:50051"
 _VISIBLE_GPUS = "CUDA_VISIBLE_DEVICES"
+_CORE_LOAN = "TANDEM_CORE_LOAN"
+"""Set by `tandem serve` for its workers alone; not an option."""
 
 T = TypeVar("T")
 
@@ -191,7 +193,6 @@ _SET_BY_SERVE = (
     "kv_port",
     "device_workers",
     "host_workers",
-    "core_loan",
     "kv_events",
     "kv_events_replay",
     "kv_events_topic",
@@ -316,7 +317,7 @@ def load(cls: type[T], namespace: argparse.Namespace, environ: Mapping[str, str]
     Raises ConfigError that names the flag or the variable: bad value, unknown `TANDEM_` key.
     """
     variables = os.environ if environ is None else environ
-    check_known(variables, _ALL)
+    check_known({name: value for name, value in variables.items() if name != _CORE_LOAN}, _ALL)
     return load_options(cls, namespace, variables)
 
 
@@ -328,6 +329,16 @@ def environment() -> Mapping[str, str]:
 def show_gpus(names: str) -> None:
     """From now on CUDA, and programs that this process becomes or starts, see these only, in this order."""
     os.environ[_VISIBLE_GPUS] = names
+
+
+def lend_cores(loan: str) -> None:
+    """From now on kernels of this process, or of the program that it becomes, may use the cores that `loan` names."""
+    os.environ[_CORE_LOAN] = loan
+
+
+def core_loan() -> str | None:
+    """Returns what `lend_cores` was given for this process."""
+    return os.environ.get(_CORE_LOAN)
 
 
 def keep_ucx_off_other_processes() -> None:

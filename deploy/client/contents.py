@@ -16,7 +16,7 @@ PACKAGES = frozenset({"tandem.client", "tandem.security", "tandem.v1"})
 """As a whole."""
 MODULES = frozenset(
     {
-        *("tandem.__init__", "tandem.cluster_status", "shell.config", "tandem.convert", "shell.core_loans"),
+        *("tandem.__init__", "tandem.cluster_status", "shell.config", "tandem.convert"),
         *("tandem.errors", "tandem.limits", "tandem.option_values", "tandem.options", "tandem.types"),
         *("tandem.str_enum", "tandem.token_ids", "shell.worker_config"),
         *("tandem.rpc.__init__", "tandem.rpc.channel", "tandem.rpc.google_messages", "tandem.rpc.received_error"),

@@ -3,9 +3,8 @@ from typing import Any
 
 import pytest
 
-from cli.serve import check_fleet, check_host_memory, fleet_devices, router_spec, worker_specs
+from cli.serve import check_fleet, check_host_memory, fleet_devices, router_spec, with_loans, worker_specs
 from shell.config import DecodeConfig, PrefillConfig, RouterConfig, ServeConfig, add_arguments, load
-from shell.core_loans import CoreLoan
 from shell.rpc.address import local_address
 from tandem.errors import ConfigError
 
@@ -31,19 +30,21 @@ def test_the_arguments_of_a_child_give_it_the_options_of_serve() -> None:
     assert (second.worker_id, second.block_size, second.threads) == ("decode-1", 32, 1)
 
 
-def test_workers_may_borrow_each_others_cores_where_there_is_a_ledger() -> None:
-    config = serve("--roles", "auto")
-    specs = worker_specs(config, (0, 1, 2, 3), "127.0.0.1:7", fleet_devices(config, ()), "/ledger")
-    loans = [parsed(DecodeConfig, *spec.arguments).core_loan for spec in specs]
-    assert loans == [CoreLoan("/ledger", (2, 3)), CoreLoan("/ledger", (0, 1))]
-
-
-@pytest.mark.parametrize("option", [(), ("--threads", "1")])
-def test_workers_borrow_nothing_without_a_ledger_or_with_threads_of_their_own(option: tuple[str, ...]) -> None:
-    config = serve("--roles", "auto", *option)
-    ledger = "/ledger" if option else None
-    specs = worker_specs(config, (0, 1, 2, 3), "127.0.0.1:7", fleet_devices(config, ()), ledger)
-    assert [parsed(DecodeConfig, *spec.arguments).core_loan for spec in specs] == [None, None]
+@pytest.mark.parametrize(
+    ("num_workers", "cores", "loans"),
+    [
+        (2, (0, 1, 2, 3), ["/ledger:2,3", "/ledger:0,1"]),
+        (3, (0, 1, 2), ["/ledger:2", "/ledger:0", "/ledger:1"]),
+        (3, (0, 1), [None, None, None]),
+        (1, (0, 1), [None]),
+    ],
+)
+def test_each_worker_may_borrow_cores_of_one_other_if_no_core_is_shared(
+    num_workers: int, cores: tuple[int, ...], loans: list[str | None]
+) -> None:
+    config = serve("--workers", str(num_workers))
+    specs = worker_specs(config, cores, "127.0.0.1:7", fleet_devices(config, ()))
+    assert [spec.loan for spec in with_loans(specs, "/ledger")] == loans
 
 
 def test_workers_listen_on_loopback_whatever_the_router_does() -> None:
