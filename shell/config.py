@@ -59,12 +59,6 @@ _CORE_LOAN = "TANDEM_CORE_LOAN"
 
 T = TypeVar("T")
 
-MAX_ROUTER_PROCESSES = 64
-_PROCESSES = (
-    "processes of the router, which share its port; each also listens on a port of its own, the next ones after it, "
-    "where workers register"
-)
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RouterConfig:
@@ -89,12 +83,12 @@ class RouterConfig:
         none_word="none",
     )
     listen: str = option("listen", DEFAULT_ADDRESS, "address to serve on", host_port(port_zero=True))
-    processes: int = option("processes", 1, _PROCESSES, integer(1, MAX_ROUTER_PROCESSES))
-    process: int | None = option(
-        "process",
+    shared_listen: str | None = option(
+        "shared-listen",
         None,
-        "which of --processes this one is, from 0; given by whoever starts them",
-        integer(0, MAX_ROUTER_PROCESSES - 1),
+        "a second address, which routers of one machine share: each new connection goes to one of them. Each has a "
+        "--listen of its own, where workers register; `tandem serve --router-processes` sets both",
+        host_port(),
         none_word="none",
     )
     max_queued_requests: int = option(
@@ -163,13 +157,8 @@ class RouterConfig:
     @property
     def ports(self) -> Ports:
         """Where it listens, by option."""
-        return (("--listen", self.listen), ("--admin-listen", self.admin_listen))
-
-    @property
-    def process_ports(self) -> tuple[int, ...]:
-        """Each process's own port; none of a router that is one process."""
-        first = int(self.listen.rpartition(":")[2]) + 1
-        return () if self.process is None else tuple(range(first, first + self.processes))
+        own = (("--listen", self.listen), ("--admin-listen", self.admin_listen))
+        return (*own, ("--shared-listen", self.shared_listen))
 
 
 def _devices(name: str, who: str) -> Any:
@@ -258,14 +247,16 @@ class ServeConfig:
         True,
         "workers on a CPU lend each other the cores on which they compute nothing; not with --threads",
     )
-    router_processes: int = option("router-processes", 1, _PROCESSES, integer(1, MAX_ROUTER_PROCESSES))
+    router_processes: int = option(
+        "router-processes", 1, "routers, each a process, which share the port of --listen", integer(1, 64)
+    )
     max_restart_delay_s: float = option(
         "max-restart-delay-seconds",
         30.0,
         "longest wait before a process that keeps ending is started again; waits begin at 1 s and double",
         seconds(0),
     )
-    router: RouterConfig = grouped(RouterConfig, own=("processes", "process"))
+    router: RouterConfig = grouped(RouterConfig, own=("shared_listen",))
     prefill_worker: PrefillConfig = grouped(PrefillConfig, own=_SET_BY_SERVE)
     decode_worker: DecodeConfig = grouped(DecodeConfig, own=_SET_BY_SERVE)
 

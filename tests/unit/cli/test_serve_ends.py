@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from cli import serve
 from cli.liveness import CHECK_S, FROZEN_GRACE_S
-from cli.router import STOP_MARGIN_S
+from cli.serve import STOP_MARGIN_S
 from shell.config import RouterConfig, ServeConfig
 from shell.rpc.process import StopSignal
 from simulator.loop import SimulatedClock, run_simulated
