@@ -102,7 +102,7 @@ class Router:
         policy = policy or RetryPolicy(max_retries=config.max_retries, patience_s=config.patience_s)
         admission = Admission(self.queue, self.clock)
         rooms = Rooms(self.workers, admission, self.clock, policy, observers, config.stream_interval_s)
-        unread = Unread(self.clock, config.max_unread_request_bytes, config.max_unread_bytes, config.max_unread_s)
+        unread = Unread(self.clock, config.max_unread_bytes, config.max_unread_s)
         self.grammars = GrammarCheck(checkpoint.path)
         self.entrance = Entrance(
             checkpoint, self.tokenization, config.limits, rooms, unread, config.max_priority, self.grammars
