@@ -106,8 +106,8 @@ class RouterConfig:
     max_unread_bytes: int = option(
         "max-unread-bytes",
         256 * 1024 * 1024,
-        "memory of answers that callers have not read; beyond it the request with the most is ended, and one that has a "
-        "quarter of it",
+        "memory of answers that callers have not read; beyond it the request with the most is ended, and any request "
+        "that has more than a quarter of it",
         size_bytes(1024 * 1024),
     )
     stream_interval_s: float = option(
