@@ -33,7 +33,7 @@ constexpr uint64_t kInside = kOpen - 1;
 // Stretches of units get shorter towards the end of a phase: a member that still holds one when another has waited for
 // half as long as it worked has lost its processor.
 constexpr int64_t kLeastLate_ns = 20000;
-constexpr int64_t kMostLate_ns = kMostPatience_ns;
+constexpr int64_t kMostLate_ns = kMostSpin_ns;
 
 thread_local bool is_inside = false;
 thread_local int64_t taken_threads = 0;  // by tandem_take_threads
