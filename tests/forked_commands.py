@@ -107,7 +107,7 @@ class ForkServer:
 
 
 class ForkedCommand:
-    """What `bench.cluster` and its tests use of a `subprocess.Popen`, of a child that was forked."""
+    """What `bench.support.cluster` and its tests use of a `subprocess.Popen`, of a child that was forked."""
 
     def __init__(self, child: ForkedProcess) -> None:
         self._child = child
@@ -141,7 +141,7 @@ class Forking:
         self._server = server
 
     def __call__(self, *arguments: str) -> ForkedCommand:
-        """In place of `bench.cluster.open_command`."""
+        """In place of `bench.support.cluster.open_command`."""
         words = json.dumps([dict(os.environ), os.getcwd(), *arguments])
         command = launch.launch_command(_MODULE, (words,), sorted(os.sched_getaffinity(0)), nice=0)
         return ForkedCommand(self._server.fork(command))

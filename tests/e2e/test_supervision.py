@@ -8,8 +8,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from bench.cluster import Cluster, eventually, pid_of, serve
-from bench.processes import children
+from bench.support.cluster import Cluster, eventually, pid_of, serve
+from bench.support.processes import children
 from tandem.client import Client
 from tandem.errors import TandemError
 from tandem.types import Role
@@ -67,7 +67,7 @@ def test_a_router_that_was_stopped_from_outside_is_replaced_at_its_address(clust
 
 def test_a_frozen_worker_does_not_hold_up_the_stop(fork_command: Forking, monkeypatch: pytest.MonkeyPatch) -> None:
     """The grace would be five minutes: it is for work that goes on."""
-    monkeypatch.setattr("bench.cluster.open_command", fork_command)  # how it started is no matter here
+    monkeypatch.setattr("bench.support.cluster.open_command", fork_command)  # how it started is no matter here
     with serve("demo", "--drain-grace-seconds", "300") as cluster, Client(cluster.target) as client:
         client.wait_ready(timeout_s=30)
         os.kill(pid_of(client, Role.DECODE), signal.SIGSTOP)
