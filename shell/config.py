@@ -179,7 +179,6 @@ _SET_BY_SERVE = (
     "kv_events",
     "kv_events_replay",
     "kv_events_topic",
-    "kv_events_format",
     "elastic",
 )
 

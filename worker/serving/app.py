@@ -165,8 +165,7 @@ class Foundation:
         if config.kv_events is None:
             yield reports
             return
-        as_arrays = config.kv_events_format == "array"
-        options = KvEventsOptions(config.kv_events, config.kv_events_replay, config.kv_events_topic, as_arrays)
+        options = KvEventsOptions(config.kv_events, config.kv_events_replay, config.kv_events_topic)
         with KvEvents(options, cache.pool.block_size) as events:
             cache.listener = CacheListeners((reports, events))
             try:
