@@ -263,7 +263,7 @@ class StepLoop:
 
     def _report(self, batched: BatchedStep, result: StepResult) -> None:
         seconds = result.seconds
-        self._budget.step_took(batched.num_decodes, batched.num_prompt_tokens, seconds, result.num_lent_cores)
+        self._budget.step_took(batched.num_decodes, batched.num_prompt_tokens, seconds)
         if batched.is_decode:
             self._decode_s = seconds
         specs = tuple([request.spec for request, _ in batched.seqs])
