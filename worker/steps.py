@@ -246,8 +246,8 @@ class StepLoop:
         drawn: tuple[Sampled, ...],
         scores: Scores | None,
     ) -> None:
-        """Applies the results of one seq. The cache learns of a chunk also if the request has ended: its blocks are held
-        until all results are applied.
+        """Applies the results of one seq. The cache learns of a chunk also if the request has ended: its blocks are
+        held until all results are applied.
         """
         tokens = [sampled for sampled in drawn if not isinstance(sampled, BrokenLogits)]
         if len(tokens) < len(drawn) or isinstance(scores, BrokenLogits):
