@@ -20,7 +20,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence as SequenceOf
 from itertools import compress
-from typing import TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -34,8 +33,8 @@ from engine.sequence import Sequence
 from engine.step import BlockCopy, DecodeRows
 from tandem.errors import InternalError
 from worker.request import Request
+from worker.source import Pair
 
-Pair: TypeAlias = tuple[Request, Sequence]
 _NUM_COLUMNS = 8
 _COMPUTED, _LAST, _ROOM, _PROMPT, _DRAW, _STEP, _IS_PLAIN, _RUNS_AHEAD = range(_NUM_COLUMNS)
 """Tokens computed · their number at which the choice is exhausted · token slots of its blocks · tokens of its prompt ·
@@ -156,7 +155,6 @@ class Decoding:
             feeds = feeds if (feeds >= 0).any() else None
         if feeds is not None:
             token_ids[feeds >= 0] = 0
-        self._pool.fill_last(self._written_blocks(rows), context_lens % size + 1)
         width = int(context_lens.max()) // size + 1
         columns[_COMPUTED, rows] += 1
         columns[_STEP, rows] = self._num_steps
@@ -226,7 +224,7 @@ class Decoding:
         for row, (request, _) in enumerate(self._pairs):
             self._of.setdefault(request, []).append(row)
         self._whole = {
-            request: request.num_seats if request.spec.sampling.beam_width else len(rows)
+            request: request.group.num_seats if request.spec.sampling.beam_width else len(rows)
             for request, rows in self._of.items()
             if len(rows) == len(request.group.sequences) or len(rows) == len(request.group.running)
         }

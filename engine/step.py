@@ -181,7 +181,5 @@ class StepResult:
     seconds: float
     scored: Mapping[int, Scores] = field(default_factory=dict)
     """By number of chunk, for those that have `scored`."""
-    num_lent_cores: int = 0
-    """Cores of other workers that computed it too."""
     drawn: DrawnTokens = DrawnTokens()
     """By number of draw; the first ones are the rows'."""

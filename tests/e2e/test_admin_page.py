@@ -1,6 +1,6 @@
 """The admin page in a headless Chromium: what it shows is what the cluster says, live.
 
-`make screenshot` (UPDATE_SCREENSHOT=1) lets the last test take the README's picture, which needs a minute of load.
+`make screenshot` (UPDATE_SCREENSHOT=1) lets the last test take the picture for docs/, which needs a minute of load.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pathlib import Path
 import grpc.aio
 import pytest
 
-from bench.cluster import Cluster, eventually, run_command, serve
+from bench.support.cluster import Cluster, eventually, run_command, serve
 from models.files.checkpoint import read_checkpoint
 from tandem.client import AsyncClient, Client, ClusterStatus
 from tandem.convert import info_to_proto, load_to_proto

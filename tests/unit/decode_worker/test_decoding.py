@@ -5,26 +5,24 @@ from __future__ import annotations
 import random
 from collections import deque
 
-import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from decode_worker.chunk_budget import ChunkBudget
 from decode_worker.growth import Growth
-from decode_worker.running_batch import BatchedStep, RunningBatch
+from decode_worker.running_batch import RunningBatch
 from decode_worker.scheduler import Beside, StepLimits, StepPlan, plan_step
 from engine.block_pool import BlockPool
 from engine.prefix_cache import PrefixCache
 from shell.clock import Deadline
 from shell.telemetry.observers import SequenceObserver
-from tandem.errors import InternalError
-from tandem.lifecycle import BlockState
-from tandem.types import BlockId, ChoiceSpec, GroupSpec, Handle, RequestId, SamplingParams, TokenId
+from tandem.types import ChoiceSpec, GroupSpec, Handle, RequestId, SamplingParams, TokenId
 from tests.decode_rows import feeds_of, seqs_of
 from tests.manual_clock import ManualClock
 from tests.unit.decode_worker.conftest import FakeRouter
+from worker.budget import ChunkBudget
+from worker.releases import BlockReleases
 from worker.request import Request
+from worker.source import BatchedStep
 
 END = TokenId(9)
 BLOCK_SIZE = 4
@@ -46,7 +44,8 @@ class World:
     def __init__(self, batch: type[RunningBatch], num_blocks: int, max_seqs: int) -> None:
         limits = StepLimits(BLOCK_SIZE, max_seqs, 8)
         self.cache = PrefixCache(BlockPool(num_blocks, BLOCK_SIZE), enabled=False)
-        self.batch = batch(self.cache, limits, Growth(self.cache.pool, 4), budget(limits))
+        pool = self.cache.pool
+        self.batch = batch(self.cache, limits, Growth(pool, 4), budget(limits), BlockReleases(pool))
         self.in_flight: deque[BatchedStep] = deque()
         self.draws: list[tuple[int, int]] = []
         """Of the newest step: whose each is."""
@@ -160,12 +159,3 @@ def test_steps_planned_together_are_those_of_plain_plans(seed: int) -> None:
                 for world in worlds:
                     world.end(seed)
         assert worlds[0].cache.pool.counts() == worlds[1].cache.pool.counts()
-
-
-def test_blocks_that_are_not_live_are_not_filled() -> None:
-    pool = BlockPool(4, BLOCK_SIZE)
-    reserved = pool.allocate(2, BlockState.RESERVED)
-    with pytest.raises(InternalError, match="fill_last"):
-        pool.fill_last(torch.tensor(reserved).numpy(), torch.tensor([1, 1]).numpy())
-    assert pool.num_cached_last(()) == 0
-    assert BlockId(0) not in pool.cached_and_held(reserved)[0]

@@ -47,8 +47,7 @@ def run(seqs: list[Sequence], runner: Runner, pool: BlockPool, budget: int) -> N
         for seq, chunk in scheduled:
             seq.add_blocks(pool.allocate(seq.blocks_wanted(chunk, BLOCK_SIZE)))
         result = runner.run(Step(tuple(seq.schedule(chunk) for seq, chunk in scheduled)))
-        for (seq, chunk), draws in zip(scheduled, result.outputs, strict=True):
-            pool.set_filled(seq.block_table, seq.num_computed_tokens, from_token=seq.num_computed_tokens - chunk)
+        for (seq, _), draws in zip(scheduled, result.outputs, strict=True):
             for (token,) in draws:
                 if seq.append_token(token.token_id):
                     pool.release(seq.take_blocks())
