@@ -33,7 +33,7 @@ from kvtransfer.base import Receiver, Sender
 from prefill_worker.prompts import Prompts
 from tandem.errors import InvalidRequest, PrefixNotHeld, TandemError
 from tandem.first_tokens import FirstTokens
-from tandem.types import BlockId, GroupSpec, Handle, TokenId, WaitReason, WorkerLoad
+from tandem.types import BlockId, GroupSpec, Handle, WaitReason, WorkerLoad
 from worker.budget import ChunkBudget
 from worker.parts import WorkerParts
 from worker.ports import Destination, RouterPort, TokenColumns, TokenExtra
@@ -221,49 +221,54 @@ class Decodes:
             group.follow(self._cache)
         self._settle(request, seq)
 
-    def apply_rows(self, rows: SequenceOf[Pair], drawn: DrawnTokens) -> Collection[Request]:
+    def apply_rows(self, batched: BatchedStep, drawn: DrawnTokens) -> Collection[Request]:
         """See `DecodeSource`. Each router is sent all tokens of its requests together."""
         told: dict[RouterPort, TokenColumns] = defaultdict(TokenColumns)
         ended: list[Pair] = []
         broken: dict[Request, None] = {}
-        for row, ((request, seq), token_id) in enumerate(zip(rows, drawn.token_ids, strict=False)):
+        for row, ((request, seq), token_id) in enumerate(zip(batched.rows, drawn.token_ids, strict=False)):
             if seq.finish_reason is not None or request.has_ended:
                 continue
             if token_id < 0:
                 broken[request] = None
-            elif seq.num_candidates:
-                seq.num_ended_tokens += 1
-                self._search(request, seq, drawn.more[row])
-                ended.append((request, seq))
-            elif self._take_row(request, seq, token_id, drawn.more.get(row), told[request.router]):
-                ended.append((request, seq))
+            elif row in drawn.more:
+                if self._apply_more(request, seq, drawn.more[row], told[request.router]):
+                    ended.append((request, seq))
+            else:
+                request.num_sampled_tokens += 1
+                finish_reason, columns = seq.append_decoded(token_id), told[request.router]
+                if finish_reason is not None:
+                    columns.extras[len(columns.handles)] = TokenExtra(finish_reason=finish_reason)
+                    ended.append((request, seq))
+                columns.handles.append(request.handle)
+                columns.indexes.append(seq.index)
+                columns.offsets.append(seq.num_output_tokens - 1)
+                columns.token_ids.append(token_id)
         for router, columns in told.items():
             router.token_rows(columns)
+        extras = () if batched.step.rows is None else batched.step.rows.draws.extras
+        self._follow(batched.rows[row][1] for row, spec in extras if spec.mask is not None and not spec.num_candidates)
         for request, seq in ended:
             if request not in broken:
                 self._settle(request, seq)
         return broken
 
-    def _take_row(
-        self,
-        request: Request,
-        seq: Sequence,
-        token_id: TokenId,
-        sampled: tuple[SampledToken, ...] | None,
-        columns: TokenColumns,
+    def _apply_more(
+        self, request: Request, seq: Sequence, drawn: tuple[SampledToken, ...], columns: TokenColumns
     ) -> bool:
-        """Adds a row's token to its choice and to `columns`; returns whether the choice ends with it."""
+        """Takes a token with its log-probabilities, or the candidates of a beam.
+
+        Returns whether the choice, or the search, may have ended.
+        """
+        if seq.num_candidates:
+            seq.num_ended_tokens += 1
+            self._search(request, seq, drawn)
+            return True
+        ((token_id, logprobs),) = drawn
         request.num_sampled_tokens += 1
         finish_reason = seq.append_decoded(token_id)
-        if finish_reason is not None or sampled is not None:
-            logprobs = None if sampled is None else sampled[0].logprobs
-            columns.extras[len(columns.handles)] = TokenExtra(logprobs, finish_reason)
-        columns.handles.append(request.handle)
-        columns.indexes.append(seq.index)
-        columns.offsets.append(seq.num_output_tokens - 1)
-        columns.token_ids.append(token_id)
-        if seq.guide is not None:
-            self._follow((seq,))
+        offset = seq.num_output_tokens - 1
+        columns.add(request.handle, seq.index, offset, token_id, TokenExtra(logprobs, finish_reason))
         return finish_reason is not None
 
     def _settle(self, request: Request, seq: Sequence) -> None:

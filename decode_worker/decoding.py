@@ -35,11 +35,10 @@ from tandem.errors import InternalError
 from worker.request import Request
 from worker.source import Pair
 
-_NUM_COLUMNS = 8
-_COMPUTED, _LAST, _ROOM, _PROMPT, _DRAW, _STEP, _IS_PLAIN, _RUNS_AHEAD = range(_NUM_COLUMNS)
+_NUM_COLUMNS = 6
+_COMPUTED, _LAST, _ROOM, _PROMPT, _DRAW, _STEP = range(_NUM_COLUMNS)
 """Tokens computed · their number at which the choice is exhausted · token slots of its blocks · tokens of its prompt ·
-number of its draw in the step that it took part in last · number of that step · whether its draws depend on columns
-alone · whether it may step while its last token is pending."""
+number of its draw in the step that it took part in last · number of that step."""
 
 
 class Decoding:
@@ -51,10 +50,15 @@ class Decoding:
         self._num_steps = 0
         """Steps that were planned."""
         self._pairs: tuple[Pair, ...] = ()
+        self._is_plain: tuple[bool, ...] = ()
         self._rows: dict[Sequence, int] = {}
         self._of: dict[Request, list[int]] = {}
         self._whole: dict[Request, int] = {}
         """Seats of each."""
+        self._waiting: list[int] = []
+        """Rows that may not step while their last token is pending, since the host must see it first."""
+        self._others: list[int] = []
+        """Rows whose draws depend on more than columns."""
         self._has_gone: list[int] = []
         self._draws = DrawColumns.of(())
         self._columns = np.zeros((_NUM_COLUMNS, 0), np.int64)
@@ -97,7 +101,7 @@ class Decoding:
         self._settle()
         columns = self._columns
         able = columns[_COMPUTED] < columns[_LAST]
-        for row in np.flatnonzero(columns[_RUNS_AHEAD] == 0).tolist():
+        for row in self._waiting:
             _, seq = self._pairs[row]
             able[row] &= not seq.num_pending_tokens and not seq.awaits_mask
         if len(self._whole) < len(self._of):
@@ -135,19 +139,25 @@ class Decoding:
             return None, (), []
         copies = [copy for row in sharing for copy in self._own_last_block(row)]
         self._grow(np.flatnonzero(chosen & (self._columns[_COMPUTED] >= self._columns[_ROOM])))
-        all_rows = bool(chosen.all())
-        rows: Ints = np.arange(len(chosen)) if all_rows else np.flatnonzero(chosen)
-        pairs = self._pairs if all_rows else tuple(compress(self._pairs, chosen))
-        return self._moved_on(rows, pairs, is_behind=is_behind), pairs, copies
+        if chosen.all():
+            return self._moved_on(slice(None), self._others, self._pairs, is_behind=is_behind), self._pairs, copies
+        numbers = np.cumsum(chosen) - 1
+        others = [int(numbers[row]) for row in self._others if chosen[row]]
+        pairs = tuple(compress(self._pairs, chosen))
+        return self._moved_on(np.flatnonzero(chosen), others, pairs, is_behind=is_behind), pairs, copies
 
-    def _moved_on(self, rows: Ints, pairs: tuple[Pair, ...], *, is_behind: bool) -> DecodeRows:
-        """Moves the sequences of `rows` on by a token each, and returns the step's arrays."""
+    def _moved_on(
+        self, rows: Ints | slice, others: list[int], pairs: tuple[Pair, ...], *, is_behind: bool
+    ) -> DecodeRows:
+        """Moves the sequences of `rows` on by a token each, and returns the step's arrays.
+
+        `others`: numbers among them of those in `_others`.
+        """
         columns, size = self._columns, self._pool.block_size
-        context_lens = columns[_COMPUTED, rows]
+        context_lens = columns[_COMPUTED, rows].copy()
         output_indexes = context_lens + 1 - columns[_PROMPT, rows]
-        extras: list[tuple[int, SampleSpec]] = []
-        for number in np.flatnonzero(columns[_IS_PLAIN, rows] == 0).tolist():
-            extras.append((number, pairs[number][1].draw_spec(int(output_indexes[number]))))
+        indexes = output_indexes.tolist() if others else ()
+        extras = tuple([(number, pairs[number][1].draw_spec(indexes[number])) for number in others])
         token_ids = np.array([seq.schedule_newest() for _, seq in pairs], np.int64)
         feeds: Ints | None = None
         if is_behind:
@@ -158,9 +168,9 @@ class Decoding:
         width = int(context_lens.max()) // size + 1
         columns[_COMPUTED, rows] += 1
         columns[_STEP, rows] = self._num_steps
-        columns[_DRAW, rows] = np.arange(len(rows))
-        draws = Draws(self._draws[rows], output_indexes, tuple(extras))
-        return DecodeRows(token_ids, context_lens, self._tables[rows, :width], draws, feeds)
+        columns[_DRAW, rows] = np.arange(len(pairs))
+        draws = Draws(self._draws if isinstance(rows, slice) else self._draws[rows], output_indexes, extras)
+        return DecodeRows(token_ids, context_lens, self._tables[rows, :width].copy(), draws, feeds)
 
     def _written_blocks(self, rows: Ints) -> npt.NDArray[np.intp]:
         blocks: npt.NDArray[np.int32] = self._tables[rows, self._columns[_COMPUTED, rows] // self._pool.block_size]
@@ -192,6 +202,7 @@ class Decoding:
             stays[self._has_gone] = False
             self._has_gone.clear()
             self._pairs = tuple(compress(self._pairs, stays))
+            self._is_plain = tuple(compress(self._is_plain, stays))
             self._columns, self._tables = self._columns[:, stays], self._tables[stays]
             self._draws = self._draws[stays]
             self._changed()
@@ -208,18 +219,20 @@ class Decoding:
         for row, seq in enumerate(seqs):
             last = seq.num_prompt_tokens + seq.params.max_tokens - 1
             room = len(seq.block_table) * size
-            kinds = (_is_plain(seq), seq.runs_ahead)
-            columns[:, row] = (seq.num_computed_tokens, last, room, seq.num_prompt_tokens, 0, 0, *kinds)
+            columns[:, row] = (seq.num_computed_tokens, last, room, seq.num_prompt_tokens, 0, 0)
             tables[row, : len(seq.block_table)] = seq.block_table
         self._columns = np.concatenate((self._columns, columns), axis=1)
         self._tables = np.concatenate((_widened(self._tables, width), tables))
         specs = [SampleSpec(seq.params, 0, num_candidates=seq.num_candidates) for seq in seqs]
         self._draws = self._draws.joined(DrawColumns.of(specs))
         self._pairs += tuple(pairs)
+        self._is_plain += tuple([_is_plain(seq) for seq in seqs])
         self._changed()
 
     def _changed(self) -> None:
         self._rows = {seq: row for row, (_, seq) in enumerate(self._pairs)}
+        self._waiting = [row for row, (_, seq) in enumerate(self._pairs) if not seq.runs_ahead]
+        self._others = [row for row, is_plain in enumerate(self._is_plain) if not is_plain]
         self._of = {}
         for row, (request, _) in enumerate(self._pairs):
             self._of.setdefault(request, []).append(row)

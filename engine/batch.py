@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -25,6 +25,8 @@ from engine.step import DecodeRows, ScheduledSeq
 from engine.upload import upload
 from kernels.attention import AttentionMetadata
 from tandem.errors import InternalError
+
+_NO_INTS: Ints = np.zeros(0, np.int64)
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,14 +97,14 @@ class Forward(Protocol):
         """`[R, E]` of `hidden` → logits `[R, V]`, in memory that the caller may write."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Part:
+class _Part(NamedTuple):
     """The rows or the chunks of a step, laid end to end: B seqs, T tokens, R rows of logits."""
 
     token_ids: Ints  # [T]
     positions: Ints  # [T]
     slots: Ints  # [T]
-    query_lens: Ints  # [B]
+    query_lens: tuple[int, ...]  # B of them
+    starts: npt.NDArray[np.int32]  # [B + 1], the seqs' first tokens, and T
     seq_lens: Ints  # [B]
     tables: npt.NDArray[np.int32]  # [B, W], -1 behind each seq's blocks
     sample_rows: Ints  # [R]
@@ -111,7 +113,7 @@ class _Part:
 
     def joined(self, others: _Part) -> _Part:
         """Returns both, `others` behind."""
-        width = max(self.tables.shape[1], others.tables.shape[1])
+        width, num_tokens = max(self.tables.shape[1], others.tables.shape[1]), len(self.token_ids)
         draw_rows = None
         if others.draw_rows is not None:
             draw_rows = np.append(np.arange(len(self.sample_rows)), others.draw_rows + len(self.sample_rows))
@@ -119,10 +121,11 @@ class _Part:
             np.append(self.token_ids, others.token_ids),
             np.append(self.positions, others.positions),
             np.append(self.slots, others.slots),
-            np.append(self.query_lens, others.query_lens),
+            self.query_lens + others.query_lens,
+            np.append(self.starts[:-1], others.starts + np.int32(num_tokens)),
             np.append(self.seq_lens, others.seq_lens),
             np.concatenate([_widened(each.tables, width) for each in (self, others)]),
-            np.append(self.sample_rows, others.sample_rows + len(self.token_ids)),
+            np.append(self.sample_rows, others.sample_rows + num_tokens),
             draw_rows,
             self.draws.joined(others.draws),
         )
@@ -138,13 +141,14 @@ def build_batch(
         part = _part_of_rows(rows, block_size).joined(_part_of_chunks(chunks, block_size))
     else:
         part = _part_of_rows(rows, block_size)
-    cu_seqlens_q = np.zeros(len(part.seq_lens) + 1, dtype=np.int32)  # [B + 1]
-    np.cumsum(part.query_lens, out=cu_seqlens_q[1:])
-    draw_rows = part.sample_rows[:0] if part.draw_rows is None else part.draw_rows
-    fed = part.sample_rows[:0] if rows is None or rows.feeds is None else np.flatnonzero(rows.feeds >= 0)  # [F]
-    fed_by = fed if rows is None or rows.feeds is None else rows.feeds[fed]  # [F]
+    fed = fed_by = draw_rows = _NO_INTS
+    if part.draw_rows is not None:
+        draw_rows = part.draw_rows
+    if rows is not None and rows.feeds is not None:
+        fed = np.flatnonzero(rows.feeds >= 0)  # [F]
+        fed_by = rows.feeds[fed]  # [F]
     longs = (part.token_ids, part.positions, part.sample_rows, draw_rows, fed, fed_by, part.slots)
-    ints = (cu_seqlens_q, part.seq_lens.astype(np.int32), np.ascontiguousarray(part.tables))
+    ints = (part.starts, part.seq_lens.astype(np.int32), np.ascontiguousarray(part.tables))
     tokens, at, sampled_at, drawn_at, fed_at, feeds, slot_mapping, starts, lens, tables = upload(
         (*longs, *ints), device
     )
@@ -153,7 +157,7 @@ def build_batch(
         seq_lens=lens,
         block_tables=tables,
         slot_mapping=slot_mapping,
-        query_lens_host=tuple(part.query_lens.tolist()),
+        query_lens_host=part.query_lens,
         seq_lens_host=tuple(part.seq_lens.tolist()),
     )
     num_rows = 0 if rows is None else len(rows)
@@ -166,9 +170,9 @@ def build_batch(
         draws=part.draws,
         draw_rows=None if part.draw_rows is None else drawn_at,
         num_rows=num_rows,
-        num_draws=tuple(len(chunk.samples) for chunk in chunks),
+        num_draws=tuple([len(chunk.samples) for chunk in chunks]),
         feeds=Feeds(fed_at, feeds, _fed_histories(rows)) if rows is not None and len(fed) else None,
-        scores=ScorePlan.of(chunks, cu_seqlens_q[num_rows:], part.sample_rows, device) if is_scored else None,
+        scores=ScorePlan.of(chunks, part.starts[num_rows:], part.sample_rows, device) if is_scored else None,
     )
 
 
@@ -180,33 +184,34 @@ def _part_of_rows(rows: DecodeRows, block_size: int) -> _Part:
     if blocks.min() < 0:
         raise InternalError(f"no block for a token in a step of {len(rows)} rows")
     slots = blocks * np.int64(block_size) + offsets
-    ones = np.ones(len(rows), dtype=np.int64)
-    return _Part(rows.token_ids, positions, slots, ones, positions + 1, tables, numbers, None, rows.draws)
+    starts = np.arange(len(rows) + 1, dtype=np.int32)
+    ones = (1,) * len(rows)
+    return _Part(rows.token_ids, positions, slots, ones, starts, positions + 1, tables, numbers, None, rows.draws)
 
 
 def _part_of_chunks(chunks: Sequence[ScheduledSeq], block_size: int) -> _Part:
     token_ids = np.array([token_id for chunk in chunks for token_id in chunk.token_ids], dtype=np.int64)  # [T]
     query_lens = np.array([len(chunk.token_ids) for chunk in chunks], dtype=np.int64)  # [B]
     context_lens = np.array([chunk.context_len for chunk in chunks], dtype=np.int64)  # [B]
-    starts = np.cumsum(query_lens) - query_lens  # [B]
+    starts = np.zeros(len(chunks) + 1, dtype=np.int32)  # [B + 1]
+    np.cumsum(query_lens, out=starts[1:])
     tables = _tables_of(chunks, context_lens + query_lens, block_size)
     # Token t of chunk b has position context_lens[b] + (t - starts[b]).
     seq_of = np.repeat(np.arange(len(chunks)), query_lens)  # [T]
-    positions = np.arange(len(token_ids)) + (context_lens - starts)[seq_of]  # [T]
+    positions = np.arange(len(token_ids)) + (context_lens - starts[:-1])[seq_of]  # [T]
     slots = tables[seq_of, positions // block_size] * np.int64(block_size) + positions % block_size  # [T]
-    sample_rows, draw_rows = _rows_of_draws(chunks, starts, query_lens)
+    sample_rows, draw_rows = _rows_of_draws(chunks, starts)
     draws = Draws.of([spec for chunk in chunks for spec in chunk.samples])
-    return _Part(
-        token_ids, positions, slots, query_lens, context_lens + query_lens, tables, sample_rows, draw_rows, draws
-    )
+    lens, seq_lens = tuple(query_lens.tolist()), context_lens + query_lens
+    return _Part(token_ids, positions, slots, lens, starts, seq_lens, tables, sample_rows, draw_rows, draws)
 
 
-def _rows_of_draws(chunks: Sequence[ScheduledSeq], starts: Ints, query_lens: Ints) -> tuple[Ints, Ints | None]:
+def _rows_of_draws(chunks: Sequence[ScheduledSeq], starts: npt.NDArray[np.int32]) -> tuple[Ints, Ints | None]:
     """Returns the tokens `[R]` to draw from, each once, and each draw's index into them; None if they are 0, 1, …"""
     from_end = np.array([spec.from_end for chunk in chunks for spec in chunk.samples], dtype=np.int64)  # [D]
     seq_of = np.repeat(np.arange(len(chunks)), [len(chunk.samples) for chunk in chunks])  # [D]
-    rows = (starts + query_lens)[seq_of] - 1 - from_end  # [D]
-    if (from_end < 0).any() or (rows < starts[seq_of]).any():
+    rows = starts[1:][seq_of] - 1 - from_end  # [D]
+    if (from_end < 0).any() or (rows < starts[:-1][seq_of]).any():
         raise InternalError(f"a draw {from_end.max()} tokens before the end of a chunk that is shorter")
     if (np.diff(rows) > 0).all():
         return rows, None

@@ -113,9 +113,8 @@ def plan_draws(draws: Draws, kernels: Kernels, device: torch.device, fed_by: Map
     `fed_by`: for each draw whose history lacks a token that is fed: which draw of the step before brings it.
     """
     columns = draws.columns
-    extras = [each for each in draws.extras if _needs_more(each[1])]
-    has_temperature = bool(columns.temperature.any())
-    if not extras and not has_temperature and kernels.row_max is not None:
+    extras, has_temperature = draws.extras, bool(columns.temperature.any())
+    if kernels.row_max is not None and not has_temperature and not any(_needs_more(spec) for _, spec in extras):
         return DrawPlan(kernels.row_max)
     plan = DrawPlan(
         row_max=None,

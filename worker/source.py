@@ -10,7 +10,6 @@ The core (`worker.core`) takes requests in and ends each once; the loop (`worker
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator
-from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 from typing import Protocol, TypeAlias
 
@@ -122,7 +121,7 @@ class PromptSource(Source, Protocol):
 class DecodeSource(Source, Protocol):
     """Requests that decode here."""
 
-    def apply_rows(self, rows: SequenceOf[Pair], drawn: DrawnTokens) -> Collection[Request]:
+    def apply_rows(self, batched: BatchedStep, drawn: DrawnTokens) -> Collection[Request]:
         """Takes the results of a step's rows; returns the requests whose logits are broken."""
 
     def tick(self) -> None:

@@ -165,7 +165,7 @@ class StepLoop:
         else:
             self._report(batched, result)
             if self._sources.decodes is not None:
-                for request in self._sources.decodes.apply_rows(batched.rows, result.drawn):
+                for request in self._sources.decodes.apply_rows(batched, result.drawn):
                     self._break(request)
             chunks = zip(batched.chunks, batched.step.chunks, result.outputs, strict=True)
             for number, ((request, seq), chunk, drawn) in enumerate(chunks):

@@ -203,12 +203,9 @@ class _PendingTokens:
 
 def columns_to_proto(columns: TokenColumns) -> worker_pb2.StepOutputs:
     """Returns the message that carries these rows."""
-    step = worker_pb2.StepOutputs(
-        handles=columns.handles,
-        indexes=columns.indexes if any(columns.indexes) else (),
-        offsets=columns.offsets,
-        token_ids=columns.token_ids,
-    )
+    step = worker_pb2.StepOutputs(handles=columns.handles, offsets=columns.offsets, token_ids=columns.token_ids)
+    if any(columns.indexes):
+        step.indexes.extend(columns.indexes)
     for row, (logprobs, finish_reason, score) in columns.extras.items():
         step.extras.add(
             row=row,
