@@ -32,7 +32,7 @@ from prefill_worker.scheduler import BatchLimits
 from prefill_worker.worker import PrefillWorker
 from prefill_worker.worker import WorkerParts as PrefillParts
 from shell.clock import MonotonicClock
-from shell.telemetry.observers import WorkerObserver
+from shell.telemetry.events import ProcessEvents
 from tandem.errors import TandemError
 from tandem.limits import Limits
 from tandem.types import (
@@ -200,7 +200,7 @@ async def open_pair(model: str) -> AsyncIterator[Pair]:
     receiver = KvReceiver(_memory(decode_engine), _prints(decode_engine), clock, ("shm",), "127.0.0.1")
     longest = decode_engine.max_sequence_tokens
     prefill = PrefillWorker(
-        PrefillParts(prefill_engine.thread, prefill_engine.cache, sender, validator, clock, WorkerObserver()),
+        PrefillParts(prefill_engine.thread, prefill_engine.cache, sender, validator, clock, ProcessEvents()),
         BatchLimits(CHUNK_TOKENS, 16),
         OutgoingPolicy(),
         longest,

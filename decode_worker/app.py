@@ -81,7 +81,7 @@ async def serve(config: DecodeConfig, tracer: Tracer | None, stop: StopSignal) -
         )
         guides = Guides(GrammarCompiler.of(base.checkpoint))
         parts = WorkerParts(
-            engine.thread, engine.cache, receiver, base.validator, base.clock, base.observer, guides, sender
+            engine.thread, engine.cache, receiver, base.validator, base.clock, base.events, guides, sender
         )
         policy = _policy(config, engine, info.max_sequence_tokens)
         worker = DecodeWorker(parts, policy)

@@ -14,7 +14,7 @@ from engine.guides import Guides
 from engine.prefix_cache import PrefixCache
 from kvtransfer.base import Receiver, Sender
 from shell.clock import Clock
-from shell.telemetry.observers import WorkerObserver
+from shell.telemetry.events import ProcessEvents, WorkerEvents
 from tandem.validation import Validator
 from worker.ports import StepEngine
 
@@ -28,7 +28,7 @@ class WorkerParts:
     receiver: Receiver
     validator: Validator
     clock: Clock
-    observer: WorkerObserver = field(default_factory=WorkerObserver)
+    events: WorkerEvents = field(default_factory=ProcessEvents)
     guides: Guides | None = None
     """None = constraints are refused."""
     sender: Sender | None = None

@@ -33,6 +33,7 @@ from engine.prefix_cache import PrefixCache
 from engine.step import SampledToken
 from kvtransfer.base import Sender, TransferReport
 from shell.clock import Clock
+from shell.telemetry.events import Transferred
 from tandem.errors import Overloaded, TandemError
 from tandem.first_tokens import encode_first_tokens
 from tandem.types import WaitReason
@@ -232,7 +233,7 @@ class PromptsForOthers:
         if request not in self._live:
             return  # it was released just now
         request.router.handoff_done(request.handle, report.num_bytes, report.seconds)
-        request.observer.transferred(report.num_bytes, report.seconds, report.transport)
+        request.events.emit(Transferred(report.num_bytes, report.seconds, report.transport))
         self._owner.prompt_ended(request, None)
 
     def request_failed(self, request: Request, error: TandemError) -> None:

@@ -24,6 +24,7 @@ from engine.decode_rows import StepSeqs, objects_of
 from engine.prefix_cache import PrefixCache
 from engine.sequence import Sequence
 from engine.step import BlockCopy, ScheduledSeq, Step
+from shell.telemetry.events import Preempted
 from tandem.types import BlockId, WaitReason
 from worker.request import Request
 from worker.turns import turn_of
@@ -349,7 +350,7 @@ class RunningBatch:
 
     def _preempt(self, request: Request) -> None:
         self.num_preemptions += 1
-        request.observer.preempted()
+        request.events.emit(Preempted())
         self._decoding.leave(request)
         self._give_back(request)
         if request in self._running:

@@ -41,8 +41,8 @@ from engine.sequence import Sequence
 from engine.step import BrokenLogits, Sampled, SampledToken, ScheduledSeq, Scores, StepFailed, StepResult
 from engine.thread_work import to_the_end
 from shell.clock import Clock
+from shell.telemetry.events import PrefixLookedUp, Started, StepEnded, WorkerEvents
 from shell.telemetry.logging import get_logger
-from shell.telemetry.observers import StepReport, WorkerObserver
 from tandem.errors import TandemError
 from tandem.types import TokenId
 from worker.ports import RouterPort, StepEngine, TokenColumns
@@ -119,7 +119,7 @@ class StepLoop:
         clock: Clock,
         on_ended: Callable[[Request, TandemError | None], None],
         on_step_ended: Callable[[], None],
-        observer: WorkerObserver,
+        events: WorkerEvents,
         *,
         overlap: bool,
         max_planning_share: float,
@@ -136,7 +136,7 @@ class StepLoop:
         self._clock = clock
         self._on_ended = on_ended
         self._on_step_ended = on_step_ended
-        self._observer = observer
+        self._events = events
         self._overlap = overlap
         self._guides = guides
         self._timing = StepTiming(max_planning_share)
@@ -177,10 +177,10 @@ class StepLoop:
             if request.started_s is None:
                 request.started_s = began_s
                 if request.owes_prefill_done and request.reads_cache:
-                    request.observer.looked_up(
-                        len(request.spec.prefix_token_ids), request.group.prefix.num_cached_tokens
+                    request.events.emit(
+                        PrefixLookedUp(len(request.spec.prefix_token_ids), request.group.prefix.num_cached_tokens)
                     )
-                request.observer.started()
+                request.events.emit(Started())
                 if request.for_another:
                     self._prompts.started(request)
         self._batch.releases.step_launched()
@@ -360,8 +360,7 @@ class StepLoop:
         self._batch.budget.step_took(batched.num_decodes, batched.num_prompt_tokens, seconds, result.num_lent_cores)
         if batched.is_decode:
             self._timing.step_took(len(batched.seqs), seconds)
-        specs = tuple([request.spec for request, _ in batched.seqs])
-        self._observer.step(StepReport(seconds, batched.num_prompt_tokens, batched.num_decodes, specs))
+        self._events.emit(StepEnded(seconds, batched.num_prompt_tokens, batched.num_decodes, len(batched.seqs)))
 
     async def _drain(self) -> None:
         """Waits for what is in flight, cancelled or not."""

@@ -30,6 +30,7 @@ from decode_worker.step_loop import StepLoop
 from engine.beam_group import BeamGroup
 from engine.sequence import new_block_table
 from shell.clock import Deadline
+from shell.telemetry.events import BlocksReserved, PrefixLookedUp, SequenceArrived, SequenceEnded
 from shell.telemetry.logging import get_logger
 from shell.telemetry.trace_context import trace_id_of
 from tandem.errors import (
@@ -83,7 +84,7 @@ class DecodeWorker:
             parts.clock,
             self._end,
             self._admit,
-            parts.observer,
+            parts.events,
             overlap=policy.overlap_steps,
             max_planning_share=policy.max_planning_share,
             guides=parts.guides,
@@ -125,7 +126,7 @@ class DecodeWorker:
             self._num_arrived,
             clock.now_s(),
             Deadline.after(clock, spec.timeout_s),
-            self._parts.observer.sequence(spec, for_another=destination is not None),
+            self._parts.events.begin(SequenceArrived(spec, destination is not None)),
             destination or "",
         )
         request.came_after_tokens = self._batch.budget.num_prompt_tokens
@@ -364,8 +365,8 @@ class DecodeWorker:
                 else:
                     offer, prefix = self._transfers.offer(request), request.group.prefix
                     self._admission.handoff_started(request)
-                    request.observer.reserved()
-                    request.observer.looked_up(prefix.num_tokens, prefix.num_cached_tokens)
+                    request.events.emit(BlocksReserved())
+                    request.events.emit(PrefixLookedUp(prefix.num_tokens, prefix.num_cached_tokens))
                     request.router.reserved(request.handle, offer.ticket, offer.endpoint, prefix.num_cached_tokens)
             except TandemError as error:
                 self._end(request, error)
@@ -387,7 +388,7 @@ class DecodeWorker:
         self._batch.leave(request)
         for table in request.group.take_blocks():  # what it held while the rest was to be received
             self._pool.release(table)
-        request.observer.ended(error, request.num_sampled_tokens)
+        request.events.emit(SequenceEnded(error, request.num_sampled_tokens))
         self._admit_soon()
         if error is not None:
             request.router.failed(request.handle, error)

@@ -45,7 +45,7 @@ async def serve(config: PrefillConfig, tracer: Tracer | None, stop: StopSignal) 
             timing=Timing(lease_s=config.lease_s),
         )
         guides = Guides(GrammarCompiler.of(base.checkpoint))
-        parts = WorkerParts(engine.thread, engine.cache, sender, base.validator, base.clock, base.observer, guides)
+        parts = WorkerParts(engine.thread, engine.cache, sender, base.validator, base.clock, base.events, guides)
         limits = BatchLimits(engine.chunk_tokens.alone, engine.max_seqs)
         policy = OutgoingPolicy(overlap=config.overlap)
         try:

@@ -24,8 +24,8 @@ from engine.step import BrokenLogits, Sampled, SampledToken, Scores, Step, StepF
 from engine.thread_work import to_the_end
 from prefill_worker.scheduler import BatchLimits, Chunk, PrefillScheduler
 from shell.clock import Clock
+from shell.telemetry.events import PrefixLookedUp, Started, StepEnded, WorkerEvents
 from shell.telemetry.logging import get_logger
-from shell.telemetry.observers import StepReport, WorkerObserver
 from tandem.errors import TandemError
 from tandem.types import TokenId
 from worker.ports import StepEngine
@@ -70,14 +70,14 @@ class StepLoop:
         limits: BatchLimits,
         clock: Clock,
         listener: StepListener,
-        observer: WorkerObserver,
+        events: WorkerEvents,
     ) -> None:
         self._engine = engine
         self._cache = cache
         self._pool = cache.pool
         self._clock = clock
         self._listener = listener
-        self._observer = observer
+        self._events = events
         self.scheduler = PrefillScheduler(limits, cache.pool.block_size, cache.pool.num_blocks)
         """For others: its counters only."""
         self.rate = TokenRate()
@@ -161,10 +161,9 @@ class StepLoop:
         try:
             step = Step(tuple(chunk.request.group.prefix.schedule(chunk.num_tokens) for chunk in chunks), moves=moves)
             result = await to_the_end(self._engine.launch(step))
-            specs = tuple(chunk.request.spec for chunk in chunks)
             self.rate.add(self.num_tokens_in_flight, result.seconds)
             self.num_computed_tokens += self.num_tokens_in_flight
-            self._observer.step(StepReport(result.seconds, self.num_tokens_in_flight, 0, specs))
+            self._events.emit(StepEnded(result.seconds, self.num_tokens_in_flight, 0, len(chunks)))
         except Exception as error:  # noqa: BLE001 - whatever broke ends these requests; the worker only if no step works
             _log.exception("a step failed", num_seqs=len(chunks))
             failure = StepFailed.of(error)
@@ -188,8 +187,8 @@ class StepLoop:
                 request, prefix = chunk.request, chunk.request.group.prefix
                 request.started_s = now_s
                 if request.spec.reads_cache:
-                    request.observer.looked_up(prefix.num_tokens, prefix.num_cached_tokens)
-                request.observer.started()
+                    request.events.emit(PrefixLookedUp(prefix.num_tokens, prefix.num_cached_tokens))
+                request.events.emit(Started())
                 self._listener.prompt_started(request)
                 if prefix.num_cached_tokens:
                     self._listener.chunk_computed(request)

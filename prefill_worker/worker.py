@@ -27,8 +27,8 @@ from kvtransfer.base import Sender, TransferReport
 from prefill_worker.scheduler import BatchLimits
 from prefill_worker.step_loop import StepLoop
 from shell.clock import Clock, Deadline
+from shell.telemetry.events import SequenceArrived, SequenceEnded, Transferred, WorkerEvents
 from shell.telemetry.logging import get_logger
-from shell.telemetry.observers import WorkerObserver
 from shell.telemetry.trace_context import trace_id_of
 from tandem.errors import DeadlineExceeded, InternalError, InvalidRequest, Reason, TandemError, Unavailable
 from tandem.first_tokens import encode_first_tokens
@@ -56,7 +56,7 @@ class WorkerParts:
     sender: Sender
     validator: Validator
     clock: Clock
-    observer: WorkerObserver
+    events: WorkerEvents
     guides: Guides | None = None
     """None = constraints are refused."""
 
@@ -70,7 +70,7 @@ class PrefillWorker:
         self._parts = parts
         self._policy = policy
         self._max_sequence_tokens = max_sequence_tokens
-        self._steps = StepLoop(parts.engine, parts.cache, limits, parts.clock, self, parts.observer)
+        self._steps = StepLoop(parts.engine, parts.cache, limits, parts.clock, self, parts.events)
         self._live: dict[tuple[RouterPort, Handle], Request] = {}
         self._transfers: dict[Request, OutgoingTransfer] = {}
         """One per live request, and those of ended ones whose blocks the sender still uses."""
@@ -104,8 +104,8 @@ class PrefillWorker:
         parts.validator.validate_prefix(spec, self._max_sequence_tokens)
         self._num_arrived += 1
         deadline = Deadline.after(parts.clock, spec.timeout_s)
-        observer, now_s = parts.observer.sequence(spec), parts.clock.now_s()
-        request = Request(session, handle, spec, self._num_arrived, now_s, deadline, observer, destination)
+        events, now_s = parts.events.begin(SequenceArrived(spec)), parts.clock.now_s()
+        request = Request(session, handle, spec, self._num_arrived, now_s, deadline, events, destination)
         transfer = OutgoingTransfer(request, parts.sender, parts.cache.pool, self._policy, self)
         request.came_after_tokens = self._steps.num_computed_tokens
         self._idle.clear()
@@ -250,7 +250,7 @@ class PrefillWorker:
     def transfer_committed(self, request: Request, report: TransferReport) -> None:
         """The decode worker has all of it."""
         request.router.handoff_done(request.handle, report.num_bytes, report.seconds)
-        request.observer.transferred(report.num_bytes, report.seconds, report.transport)
+        request.events.emit(Transferred(report.num_bytes, report.seconds, report.transport))
         self._end(request)
 
     def blocks_returned(self, request: Request) -> None:
@@ -276,7 +276,7 @@ class PrefillWorker:
 
     def _end(self, request: Request, error: TandemError | None = None) -> None:
         del self._live[request.router, request.handle]
-        request.observer.ended(error, request.num_sampled_tokens)
+        request.events.emit(SequenceEnded(error, request.num_sampled_tokens))
         self._steps.remove(request)
         self._transfers[request].abort()
         self._note_idle()

@@ -25,7 +25,7 @@ from prefill_worker.scheduler import BatchLimits
 from prefill_worker.worker import PrefillWorker
 from prefill_worker.worker import WorkerParts as PrefillParts
 from router.prefix_map import PrefixMap
-from shell.telemetry.observers import WorkerObserver
+from shell.telemetry.events import ProcessEvents
 from simulator.costs import CostModel
 from simulator.engine import Host, SimulatedEngine
 from simulator.loop import SimulatedClock
@@ -285,7 +285,7 @@ def _core(
     validator = Validator(Limits(), VOCAB_SIZE, context_tokens=tokens)
     clock = SimulatedClock()
     if role is Role.PREFILL:
-        parts = PrefillParts(engine, cache, sender, validator, clock, WorkerObserver())
+        parts = PrefillParts(engine, cache, sender, validator, clock, ProcessEvents())
         return PrefillWorker(parts, BatchLimits(costs.prefill_chunk_tokens, costs.max_seqs), OutgoingPolicy(), tokens)
     limits = StepLimits(costs.block_size, costs.max_seqs, costs.chunk_tokens)
     policy = WorkerPolicy(limits, tokens, alone_tokens=costs.prefill_chunk_tokens)

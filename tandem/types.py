@@ -284,8 +284,8 @@ class PlacementReason(StrEnum):
     """The decode worker computes no such prompts."""
     REMOTE_FASTER = "remote_faster"
     """Another worker should have it computed and handed over sooner than the elastic one that decodes it."""
-    HANDED_OVER = "handed_over"
-    """Its KV is there: another decode worker hands over what it runs."""
+    MOVED = "handed_over"
+    """A move: the decode worker that runs the request sends its KV to another one."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -38,7 +38,7 @@ from tandem.types import (
 from tandem.validation import Validator
 from tests.prefill_listener import RecordingRouter
 from tests.receiving_pool import NUM_BLOCKS, Arrivals, Target
-from tests.recording_observers import RecordingWorker
+from tests.recorded_events import RecordedWorker
 from worker.outgoing_transfer import OutgoingPolicy
 
 CPU = torch.device("cpu")
@@ -128,7 +128,7 @@ async def make_rig(engine: Engine) -> AsyncIterator[Callable[..., Rig]]:
         senders.append(sender)
         validator = Validator(Limits(), VOCAB_SIZE, engine.model.config.context_tokens)
         counted = CountedEngine(engine)
-        parts = WorkerParts(counted, engine.cache, sender, validator, clock, RecordingWorker())
+        parts = WorkerParts(counted, engine.cache, sender, validator, clock, RecordedWorker().events)
         limits = BatchLimits(CHUNK_TOKENS, 8)
         worker = PrefillWorker(parts, limits, OutgoingPolicy(overlap=overlap), engine.max_sequence_tokens)
         rigs.append((Rig(worker, counted, RecordingRouter()), asyncio.create_task(worker.run())))

@@ -19,7 +19,7 @@ from prefill_worker.scheduler import BatchLimits
 from prefill_worker.worker import PrefillWorker
 from prefill_worker.worker import WorkerParts as PrefillParts
 from shell.clock import MonotonicClock
-from shell.telemetry.observers import WorkerObserver
+from shell.telemetry.events import ProcessEvents
 from tandem.errors import TransferError
 from tandem.limits import Limits
 from tandem.types import GroupSpec, Handle, TokenId, new_incarnation
@@ -44,7 +44,7 @@ async def open_prefill(engine: Engine, transport: str) -> AsyncIterator[PrefillW
     prints = Fingerprints(engine.fingerprint, engine.layout)
     sender = KvSender(memory, prints, clock, transport)
     validator = Validator(Limits(), VOCAB_SIZE, CONTEXT_TOKENS)
-    parts = PrefillParts(engine.thread, engine.cache, sender, validator, clock, WorkerObserver())
+    parts = PrefillParts(engine.thread, engine.cache, sender, validator, clock, ProcessEvents())
     worker = PrefillWorker(
         parts, BatchLimits(chunk_tokens=32, max_seqs=8), OutgoingPolicy(), engine.max_sequence_tokens
     )

@@ -1,4 +1,4 @@
-"""What a prefill worker tells its observer of each prompt and each step."""
+"""What a prefill worker emits of each prompt and each step."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from shell.telemetry.events import StepEnded
 from tandem.errors import DeadlineExceeded, InternalError, InvalidRequest, PeerLost, TicketRefused
 
 
@@ -13,10 +14,10 @@ async def test_a_prompt_is_told_from_arrival_to_its_commit(bench: Any, make_spec
     spec = make_spec(10)
     bench.prefill(1, spec)
     await bench.settles()
-    (sequence,) = bench.observer.sequences
+    (sequence,) = bench.recorded.sequences
     assert sequence.spec is spec
-    assert sorted(sequence.names[:-2]) == ["first_token", "looked_up", "started", "transfer_started"]
-    assert sequence.calls[-2:] == [("transferred", 300, 0.25, "fake"), ("ended", None, 1)]
+    assert sorted(sequence.names[:-2]) == ["FirstToken", "PrefixLookedUp", "Started", "TransferStarted"]
+    assert sequence.calls[-2:] == [("Transferred", 300, 0.25, "fake"), ("SequenceEnded", None, 1)]
 
 
 async def test_the_transfer_starts_with_the_first_blocks_not_with_the_ticket(bench: Any, make_spec: Any) -> None:
@@ -24,31 +25,28 @@ async def test_the_transfer_starts_with_the_first_blocks_not_with_the_ticket(ben
     bench.prefill(1, make_spec(10))
     await bench.engine.gate.reached(1)
     await bench.sender.open_gate.reached(1)
-    assert bench.observer.sequences[0].names == ["looked_up", "started"]
+    assert bench.recorded.sequences[0].names == ["PrefixLookedUp", "Started"]
     await bench.engine.gate.let_one_pass()
     await bench.sender.push_gate.reached(1)
-    assert bench.observer.sequences[0].names == ["looked_up", "started", "transfer_started"]
+    assert bench.recorded.sequences[0].names == ["PrefixLookedUp", "Started", "TransferStarted"]
 
 
 async def test_each_step_is_told_with_its_time_its_tokens_and_its_prompts(bench: Any, make_spec: Any) -> None:
     bench.engine.gate.close()
-    specs = [make_spec(5), make_spec(7)]
-    for number, spec in enumerate(specs):
-        bench.prefill(number, spec)
+    for number, num_tokens in enumerate((5, 7)):
+        bench.prefill(number, make_spec(num_tokens))
     await bench.engine.gate.let_one_pass()
     await bench.engine.gate.reached(2)
-    (report,) = bench.observer.steps
-    assert (report.seconds, report.num_prefill_tokens, report.num_decode_seqs) == (0.5, 8, 0)
-    assert all(any(each is spec for spec in specs) for each in report.specs)
+    (report,) = bench.recorded.steps
+    assert report == StepEnded(0.5, 8, 0, 2)
 
 
 async def test_a_step_is_told_while_its_prompts_are_still_there(bench: Any, make_spec: Any) -> None:
     names_at_step: list[list[str]] = []
-    keep = bench.observer.step
-    bench.observer.step = lambda report: (names_at_step.append([*bench.observer.sequences[0].names]), keep(report))
+    bench.recorded.on_step = lambda: names_at_step.append(bench.recorded.sequences[0].names)
     bench.prefill(1, make_spec(3))
     await bench.settles()
-    assert names_at_step == [["looked_up", "started"]]
+    assert names_at_step == [["PrefixLookedUp", "Started"]]
 
 
 async def test_a_released_prompt_ends_without_an_error(bench: Any, make_spec: Any) -> None:
@@ -56,7 +54,7 @@ async def test_a_released_prompt_ends_without_an_error(bench: Any, make_spec: An
     handle = bench.prefill(1, make_spec(10))
     await bench.engine.gate.reached(1)
     bench.worker.release(bench.router, handle)
-    assert bench.observer.sequences[0].calls[-1] == ("ended", None, 0)
+    assert bench.recorded.sequences[0].calls[-1] == ("SequenceEnded", None, 0)
 
 
 async def test_a_lost_router_ends_all_that_it_asked_for(bench: Any, make_spec: Any) -> None:
@@ -64,15 +62,15 @@ async def test_a_lost_router_ends_all_that_it_asked_for(bench: Any, make_spec: A
     for number in range(3):
         bench.prefill(number, make_spec(10))
     bench.worker.router_lost(bench.router)
-    assert [sequence.calls[-1] for sequence in bench.observer.sequences] == [("ended", None, 0)] * 3
+    assert [sequence.calls[-1] for sequence in bench.recorded.sequences] == [("SequenceEnded", None, 0)] * 3
 
 
 async def test_a_broken_step_ends_its_prompts_with_the_error_and_is_not_told(bench: Any, make_spec: Any) -> None:
     bench.engine.error = RuntimeError("broken")
     bench.prefill(1, make_spec(10))
     await bench.settles()
-    assert isinstance(bench.observer.sequences[0].args("ended")[0], InternalError)
-    assert bench.observer.steps == []
+    assert isinstance(bench.recorded.sequences[0].args("SequenceEnded")[0], InternalError)
+    assert bench.recorded.steps == []
 
 
 @pytest.mark.parametrize(("call", "error"), [("open", TicketRefused("no")), ("push", PeerLost("gone"))])
@@ -80,9 +78,9 @@ async def test_a_failed_hand_off_ends_with_its_error(bench: Any, make_spec: Any,
     bench.sender.errors[call] = error
     bench.prefill(1, make_spec(10))
     await bench.settles()
-    sequence = bench.observer.sequences[0]
-    assert sequence.args("ended")[0] is error
-    assert "transferred" not in sequence.names
+    sequence = bench.recorded.sequences[0]
+    assert sequence.args("SequenceEnded")[0] is error
+    assert "Transferred" not in sequence.names
 
 
 async def test_a_prompt_out_of_time_ends_with_the_deadline(bench: Any, make_spec: Any) -> None:
@@ -90,25 +88,25 @@ async def test_a_prompt_out_of_time_ends_with_the_deadline(bench: Any, make_spec
     handle = bench.prefill(1, make_spec(10, timeout_s=10))
     bench.clock.advance_s(10)
     await bench.router.hears(lambda: handle in bench.router.errors)
-    assert isinstance(bench.observer.sequences[0].args("ended")[0], DeadlineExceeded)
+    assert isinstance(bench.recorded.sequences[0].args("SequenceEnded")[0], DeadlineExceeded)
 
 
 async def test_a_first_token_that_ends_the_sequence_is_its_end(bench: Any, make_spec: Any) -> None:
     bench.prefill(1, make_spec(10, end_token_ids=frozenset({20})))
     await bench.settles()
-    assert bench.observer.sequences[0].calls[-2:] == [("first_token",), ("ended", None, 1)]
+    assert bench.recorded.sequences[0].calls[-2:] == [("FirstToken",), ("SequenceEnded", None, 1)]
 
 
 async def test_a_resumed_sequence_counts_only_what_was_sampled_here(bench: Any, make_spec: Any) -> None:
     bench.prefill(1, make_spec(8, num_output_tokens=[2]))
     await bench.settles()
-    assert bench.observer.sequences[0].args("ended") == (None, 1)
+    assert bench.recorded.sequences[0].args("SequenceEnded") == (None, 1)
 
 
 async def test_a_prompt_that_is_refused_was_never_here(bench: Any, make_spec: Any) -> None:
     with pytest.raises(InvalidRequest):
         bench.prefill(1, make_spec(65))
-    assert bench.observer.sequences == []
+    assert bench.recorded.sequences == []
 
 
 async def test_a_drained_worker_has_told_every_end(bench: Any, make_spec: Any) -> None:
@@ -116,4 +114,4 @@ async def test_a_drained_worker_has_told_every_end(bench: Any, make_spec: Any) -
         bench.prefill(number, make_spec(9))
     bench.worker.drain()
     await bench.settles()
-    assert [sequence.names[-2:] for sequence in bench.observer.sequences] == [["transferred", "ended"]] * 4
+    assert [sequence.names[-2:] for sequence in bench.recorded.sequences] == [["Transferred", "SequenceEnded"]] * 4
