@@ -123,11 +123,28 @@ class Timeline:
         self._num_prompt_tokens = event.num_prompt_tokens
 
     def hear(self, event: RequestEvent) -> None:
-        """A listener of the request. Tokens first: they come most often."""
+        """A listener of the request. Tokens come most often."""
+        if not isinstance(event, TokensArrived):
+            self._hear_stage(event)
+            return
+        of, num_tokens, index = self._of, event.num_tokens, event.index
+        now_s = of.clock.now_s()
+        of.completion_tokens.add(num_tokens)
+        if self._first_s is None:
+            self._first_s = now_s
+            of.first_token_s.observe(now_s - self.arrived_s, trace_id=self._trace_id)
+            of.recent.first_token(now_s - self.arrived_s)
+            num_tokens -= 1
+        if num_tokens:
+            # Tokens that come together share the time since the one before them.
+            gap_s = (now_s - self._last_of.get(index, self._first_s)) / num_tokens
+            of.inter_token_s.observe(gap_s, num_tokens)
+            of.recent.inter_token(gap_s, num_tokens)
+        self._last_of[index] = self._last_s = now_s
+
+    def _hear_stage(self, event: RequestEvent) -> None:
         of = self._of
         match event:
-            case TokensArrived():
-                self._tokens_arrived(event.num_tokens, event.index)
             case Admitted():
                 self._admitted = True
                 of.admission_s.observe(of.clock.now_s() - self.arrived_s, trace_id=self._trace_id)
@@ -171,21 +188,6 @@ class Timeline:
         of.prompt_tokens.add(self._num_prompt_tokens)
         of.cached_tokens.add(event.cached_tokens)
         of.prompt_sizes.observe(self._num_prompt_tokens)
-
-    def _tokens_arrived(self, num_tokens: int, index: int) -> None:
-        of, now_s = self._of, self._of.clock.now_s()
-        of.completion_tokens.add(num_tokens)
-        if self._first_s is None:
-            self._first_s = now_s
-            of.first_token_s.observe(now_s - self.arrived_s, trace_id=self._trace_id)
-            of.recent.first_token(now_s - self.arrived_s)
-            num_tokens -= 1
-        if num_tokens:
-            # Tokens that come together share the time since the one before them.
-            gap_s = (now_s - self._last_of.get(index, self._first_s)) / num_tokens
-            of.inter_token_s.observe(gap_s, num_tokens)
-            of.recent.inter_token(gap_s, num_tokens)
-        self._last_of[index] = self._last_s = now_s
 
     def _ended(self, event: RequestEnded) -> None:
         of, total_s, reasons = self._of, self.total_s, event.finish_reasons

@@ -52,12 +52,11 @@ class Witness:
 
     def hear(self, event: RequestEvent) -> None:
         """A listener of the request. Tokens after the transfer are from the decode worker."""
-        match event:
-            case TokensArrived():
-                if self._arrived and not self._decoded:
-                    self._decode_went_well()
-            case KvArrived():
-                self._kv_arrived(event.seconds)
+        if isinstance(event, TokensArrived):
+            if self._arrived and not self._decoded:
+                self._decode_went_well()
+        elif isinstance(event, KvArrived):
+            self._kv_arrived(event.seconds)
 
     def finished(self) -> None:
         """The request has all that it asked for."""
