@@ -68,7 +68,7 @@ _IN_PROTOBUF = {
     },
     **{f"{name}_per_s": f"{name}_per_second" for name in ("requests", "tokens", "prompt_tokens")},
 }
-"""Names of fields that differ, by those of dataclasses."""
+"""Names of protobuf fields that differ, by the names of the dataclass fields."""
 _NAMES: dict[type, tuple[tuple[str, str], ...]] = {}
 
 
@@ -151,37 +151,58 @@ def _constraint_from_proto(message: worker_pb2.ResolvedSampling) -> Constraint |
     return Constraint(Language(name), texts)
 
 
-def delta_from_proto(message: worker_pb2.SequenceOutput) -> TokenDelta:
-    """New tokens; the handle is read from the message by whoever needs it."""
-    return TokenDelta(
-        message.offset,
-        _token_ids(message.token_ids),
-        tuple(map(logprobs_from_proto, message.logprobs)),
-        _FINISH_FROM_PROTO.get(message.finish_reason),
-        message.index,
-        message.score if message.HasField("score") else None,
-    )
-
-
 def deltas_from_proto(step: worker_pb2.StepOutputs) -> list[tuple[Handle, TokenDelta]]:
-    """All that a step made: the rows of its columns, then its outputs. Raises InvalidOutput if the columns differ in
-    length.
+    """Returns the tokens of a message: rows of one choice without a gap make one delta.
+
+    Raises InvalidOutput if the columns differ in length, or an extra is of none of their rows.
     """
     handles, offsets, token_ids = list(step.handles), list(step.offsets), list(step.token_ids)
     indexes = list(step.indexes) or [0] * len(handles)
     if not len(handles) == len(indexes) == len(offsets) == len(token_ids):
         raise InvalidOutput(f"columns of {len(handles)}, {len(indexes)}, {len(offsets)} and {len(token_ids)} rows")
-    rows = zip(handles, indexes, offsets, token_ids, strict=True)
     deltas = [
         (Handle(handle), TokenDelta(offset, (TokenId(token_id),), (), None, index))
-        for handle, index, offset, token_id in rows
+        for handle, index, offset, token_id in zip(handles, indexes, offsets, token_ids, strict=True)
     ]
-    deltas += [(Handle(output.handle), delta_from_proto(output)) for output in step.outputs]
-    return deltas
+    for extra in step.extras:
+        if extra.row >= len(deltas):
+            raise InvalidOutput(f"an extra of row {extra.row} of {len(deltas)}")
+        handle, delta = deltas[extra.row]
+        deltas[extra.row] = handle, _with_extra(delta, extra)
+    return deltas if len(set(handles)) == len(handles) else _merged(deltas)
+
+
+def _with_extra(delta: TokenDelta, extra: worker_pb2.TokenExtra) -> TokenDelta:
+    return delta._replace(
+        logprobs=(logprobs_from_proto(extra.logprobs),) if extra.HasField("logprobs") else (),
+        finish_reason=_FINISH_FROM_PROTO.get(extra.finish_reason),
+        score=extra.score if extra.HasField("score") else None,
+    )
+
+
+def _merged(deltas: Iterable[tuple[Handle, TokenDelta]]) -> list[tuple[Handle, TokenDelta]]:
+    """Returns one delta for each run of a choice that has no gap and does not go on behind the choice's end."""
+    runs: list[tuple[Handle, list[TokenDelta]]] = []
+    newest: dict[tuple[Handle, int], list[TokenDelta]] = {}
+    for handle, delta in deltas:
+        run = newest.get((handle, delta.index))
+        if run is None or run[-1].end != delta.offset or run[-1].finish_reason is not None:
+            run = newest[handle, delta.index] = []
+            runs.append((handle, run))
+        run.append(delta)
+    return [(handle, run[0] if len(run) == 1 else _joined(run)) for handle, run in runs]
+
+
+def _joined(run: list[TokenDelta]) -> TokenDelta:
+    return run[-1]._replace(
+        offset=run[0].offset,
+        token_ids=tuple(token_id for each in run for token_id in each.token_ids),
+        logprobs=tuple(logprobs for each in run for logprobs in each.logprobs),
+    )
 
 
 def logprobs_to_proto(logprobs: TokenLogprobs) -> inference_pb2.TokenLogprobs:
-    """One position's log-probabilities."""
+    """Converts the log-probabilities of a position."""
     return inference_pb2.TokenLogprobs(
         token_id=logprobs.token_id,
         logprob=logprobs.logprob,
@@ -190,7 +211,7 @@ def logprobs_to_proto(logprobs: TokenLogprobs) -> inference_pb2.TokenLogprobs:
 
 
 def logprobs_from_proto(message: inference_pb2.TokenLogprobs) -> TokenLogprobs:
-    """One position's log-probabilities."""
+    """Converts the log-probabilities of a position."""
     return TokenLogprobs(
         token_id=TokenId(message.token_id),
         logprob=message.logprob,
@@ -279,7 +300,7 @@ def _plain(cls: type[D], message: Message, **different: Any) -> D:
 
 
 def _names(cls: Any) -> tuple[tuple[str, str], ...]:
-    """Of the fields of a dataclass, here and in its message; listed once."""
+    """Pairs of a dataclass field's name and its message field's name, listed once per class."""
     if cls not in _NAMES:
         _NAMES[cls] = tuple((field.name, _IN_PROTOBUF.get(field.name, field.name)) for field in fields(cls))
     return _NAMES[cls]

@@ -23,12 +23,12 @@ _SERVICE_LINK = re.compile(r"_SERVICE_(HOST|PORT(_\w+)?)$|_PORT(_\d+_(TCP|UDP|SC
 T = TypeVar("T")
 
 Names: TypeAlias = frozenset[str]
-"""Of options, without the dashes."""
+"""Names of options, without the dashes."""
 
 
 @dataclass(frozen=True, slots=True)
 class Option:
-    """One option as declared."""
+    """An option as declared."""
 
     name: str
     """On the command line, without the dashes."""
@@ -50,12 +50,12 @@ class Option:
 
     @property
     def is_switch(self) -> bool:
-        """Whether it is `--name` / `--no-name`."""
+        """Whether the option is a pair `--name` / `--no-name`."""
         return isinstance(self.default, bool)
 
     @property
     def is_list(self) -> bool:
-        """Whether it may be repeated, or given once with commas."""
+        """Whether the option may be repeated, or given once with commas."""
         return isinstance(self.default, tuple)
 
     @property
@@ -87,7 +87,7 @@ class Option:
             raise ConfigError(source, f"{error} (got {text!r})") from error
 
     def argv_of(self, value: Any) -> list[str]:
-        """The arguments that give it this value."""
+        """Returns the arguments that give the option this value."""
         if self.is_switch:
             return [self.flag if value else f"--no-{self.name}"]
         if self.is_list:

@@ -27,7 +27,7 @@ Every option of every process, as declared in the source. An option is given on 
 variable; the command line comes first. A switch is `--name` or `--no-name`, and `true` or `false` in its variable.
 Sizes take units (`512MiB`, `24GiB`). A `TANDEM_` variable that no option has is refused, so that a misspelt one is
 noticed. What options mean together is told where they matter: [operations.md](operations.md), [models.md](models.md),
-[transports.md](transports.md), [security.md](security.md).
+[kv_transfer.md](kv_transfer.md), [security.md](security.md).
 """
 TABLE = "| option | variable | default | |\n| --- | --- | --- | --- |\n"
 

@@ -34,11 +34,11 @@ def test_every_option_in_readme_exists(capsys: pytest.CaptureFixture[str]) -> No
     assert named <= known
 
 
-def test_the_readme_has_a_line_for_every_command(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_index_has_a_line_for_every_command(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="0"):
         main(["--help"])
     known = set(re.findall(r"^    ([a-z]+)  ", capsys.readouterr().out, flags=re.MULTILINE))
-    table = (ROOT / "README.md").read_text().split("| command | does |")[1].split("\n\n")[0]
+    table = (ROOT / "docs/index.md").read_text().split("| command | does |")[1].split("\n\n")[0]
 
     assert set(re.findall(r"`tandem ([a-z]+)", table)) == known
 
