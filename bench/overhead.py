@@ -20,8 +20,8 @@ import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
-from bench.cluster import serve
 from bench.inprocess import run_batch
+from bench.support.cluster import serve
 from engine.loading import EngineOptions, load_engine
 from engine.placement import ThreadPlacement
 from models.files.checkpoint import resolve_model

@@ -17,8 +17,8 @@ from pathlib import Path
 import torch
 
 from bench.kernels.shapes import SHAPE_135M, LayerShape
-from bench.peers.model import PEER_SHAPES, write_checkpoint
-from bench.step_timer import StepTimer, Timing
+from bench.support.checkpoints import PEER_SHAPES, write_checkpoint
+from bench.support.step_timer import StepTimer, Timing
 from engine.loading import keep_freed_memory
 from kernels.cpu.linear import NativeLinear
 from kernels.cpu.tiers import machine_tiers
@@ -62,7 +62,7 @@ def _measure_products(operations: Operations, args: argparse.Namespace) -> None:
 def _measure_steps(kernels: Kernels, args: argparse.Namespace) -> None:
     keep_freed_memory()
     if kernels.take_thread is not None:
-        kernels.take_thread(None)  # as the engine's thread does: torch's own threads would disturb every step
+        kernels.take_thread()  # as the engine's thread does: torch's own threads would disturb every step
     most = max(args.tokens)
     timers: dict[str, StepTimer] = {}
     with tempfile.TemporaryDirectory() as folder:

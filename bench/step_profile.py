@@ -18,11 +18,11 @@ from typing import Any
 import torch
 
 from bench.ceilings import measure_read_gb_s
-from bench.machine import cpu_tier
-from bench.peers.model import PEER_SHAPES, write_checkpoint
 from bench.record import write_record
 from bench.roofline import phase_bytes
-from bench.step_timer import StepTimer
+from bench.support.checkpoints import PEER_SHAPES, write_checkpoint
+from bench.support.machine import cpu_tier
+from bench.support.step_timer import StepTimer
 from engine.loading import keep_freed_memory
 from kernels.cpu.decoder import NativeStep, PhaseClock
 from kernels.cpu.tiers import TIERS
@@ -102,7 +102,7 @@ def measure(
         sys.exit(f"the kernels {kernels.name} have no native step here")
     step.clock = PhaseClock()
     if kernels.take_thread is not None:
-        kernels.take_thread(None)  # as the engine's thread does: torch's own threads would disturb every step
+        kernels.take_thread()  # as the engine's thread does: torch's own threads would disturb every step
     num_tokens = max(seqs * (context + query + _BLOCK_SIZE) for _, seqs, context, query in (*STEPS, *PROMPTS))
     timer = StepTimer(model, _BLOCK_SIZE, num_tokens, kernels, kv_dtype)
     assert isinstance(model.config, ModelConfig)  # a native step is of a decoder of ours

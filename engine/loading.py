@@ -132,7 +132,7 @@ class EngineOptions:
             cpu_tier=config.cpu_tier,
             shared_kv=shared_kv,
             device_shared_kv=device_shared_kv,
-            placement=ThreadPlacement(threads=config.threads, loan=config.core_loan),
+            placement=ThreadPlacement(threads=config.threads),
         )
 
 
@@ -194,7 +194,7 @@ def load_engine(options: EngineOptions) -> Engine:
         model = executor.submit(load_model, *loading, options.context_tokens).result()
         keep_freed_memory()
         if kernels.take_thread is not None:
-            executor.submit(kernels.take_thread, options.placement.loan).result()
+            executor.submit(kernels.take_thread).result()
         layout = layout_of(options, model)
         chunk_tokens = ChunkTokens.of(options.chunk_tokens, device, kernels.full_tokens)
         step_bytes = executor.submit(_warm_up, options, model, kernels, layout, chunk_tokens).result()

@@ -14,7 +14,6 @@ from dataclasses import dataclass
 
 import torch
 
-from shell.core_loans import CoreLoan
 from tandem.errors import ConfigError
 
 
@@ -28,9 +27,6 @@ class ThreadPlacement:
     """Cores that the thread may use (Linux)."""
     nice: int | None = None
     """Priority from -20 to 19, lower runs first (Linux)."""
-
-    loan: CoreLoan | None = None
-    """Cores of other processes, for kernels that can use them."""
 
     def apply(self) -> None:
         """Sets them for the calling thread. Raises OSError if the system refuses."""

@@ -54,14 +54,10 @@ __all__ = [
 ]
 
 _VISIBLE_GPUS = "CUDA_VISIBLE_DEVICES"
+_CORE_LOAN = "TANDEM_CORE_LOAN"
+"""Set by `tandem serve` for its workers alone; not an option."""
 
 T = TypeVar("T")
-
-MAX_ROUTER_PROCESSES = 64
-_PROCESSES = (
-    "processes of the router, which share its port; each also listens on a port of its own, the next ones after it, "
-    "where workers register"
-)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,12 +83,12 @@ class RouterConfig:
         none_word="none",
     )
     listen: str = option("listen", DEFAULT_ADDRESS, "address to serve on", host_port(port_zero=True))
-    processes: int = option("processes", 1, _PROCESSES, integer(1, MAX_ROUTER_PROCESSES))
-    process: int | None = option(
-        "process",
+    shared_listen: str | None = option(
+        "shared-listen",
         None,
-        "which of --processes this one is, from 0; given by whoever starts them",
-        integer(0, MAX_ROUTER_PROCESSES - 1),
+        "a second address, which routers of one machine share: each new connection goes to one of them. Each has a "
+        "--listen of its own, where workers register; `tandem serve --router-processes` sets both",
+        host_port(),
         none_word="none",
     )
     max_queued_requests: int = option(
@@ -110,13 +106,8 @@ class RouterConfig:
     max_unread_bytes: int = option(
         "max-unread-bytes",
         256 * 1024 * 1024,
-        "memory of answers that callers have not read; beyond it the request with the most is ended",
-        size_bytes(1024 * 1024),
-    )
-    max_unread_request_bytes: int = option(
-        "max-unread-request-bytes",
-        64 * 1024 * 1024,
-        "the same of one request, which is ended beyond it",
+        "memory of answers that callers have not read; beyond it the request with the most is ended, and any request "
+        "that has more than a quarter of it",
         size_bytes(1024 * 1024),
     )
     stream_interval_s: float = option(
@@ -161,13 +152,8 @@ class RouterConfig:
     @property
     def ports(self) -> Ports:
         """Where it listens, by option."""
-        return (("--listen", self.listen), ("--admin-listen", self.admin_listen))
-
-    @property
-    def process_ports(self) -> tuple[int, ...]:
-        """Each process's own port; none of a router that is one process."""
-        first = int(self.listen.rpartition(":")[2]) + 1
-        return () if self.process is None else tuple(range(first, first + self.processes))
+        own = (("--listen", self.listen), ("--admin-listen", self.admin_listen))
+        return (*own, ("--shared-listen", self.shared_listen))
 
 
 def _devices(name: str, who: str) -> Any:
@@ -190,11 +176,9 @@ _SET_BY_SERVE = (
     "kv_port",
     "device_workers",
     "host_workers",
-    "core_loan",
     "kv_events",
     "kv_events_replay",
     "kv_events_topic",
-    "kv_events_format",
     "elastic",
 )
 
@@ -257,14 +241,16 @@ class ServeConfig:
         True,
         "workers on a CPU lend each other the cores on which they compute nothing; not with --threads",
     )
-    router_processes: int = option("router-processes", 1, _PROCESSES, integer(1, MAX_ROUTER_PROCESSES))
+    router_processes: int = option(
+        "router-processes", 1, "routers, each a process, which share the port of --listen", integer(1, 64)
+    )
     max_restart_delay_s: float = option(
         "max-restart-delay-seconds",
         30.0,
         "longest wait before a process that keeps ending is started again; waits begin at 1 s and double",
         seconds(0),
     )
-    router: RouterConfig = grouped(RouterConfig, own=("processes", "process"))
+    router: RouterConfig = grouped(RouterConfig, own=("shared_listen",))
     prefill_worker: PrefillConfig = grouped(PrefillConfig, own=_SET_BY_SERVE)
     decode_worker: DecodeConfig = grouped(DecodeConfig, own=_SET_BY_SERVE)
 
@@ -306,7 +292,7 @@ def load(cls: type[T], namespace: argparse.Namespace, environ: Mapping[str, str]
     Raises ConfigError that names the flag or the variable: bad value, unknown `TANDEM_` key.
     """
     variables = os.environ if environ is None else environ
-    check_known(variables, _ALL)
+    check_known({name: value for name, value in variables.items() if name != _CORE_LOAN}, _ALL)
     return load_options(cls, namespace, variables)
 
 
@@ -318,6 +304,16 @@ def environment() -> Mapping[str, str]:
 def show_gpus(names: str) -> None:
     """From now on CUDA, and programs that this process becomes or starts, see these only, in this order."""
     os.environ[_VISIBLE_GPUS] = names
+
+
+def lend_cores(loan: str) -> None:
+    """From now on kernels of this process, or of the program that it becomes, may use the cores that `loan` names."""
+    os.environ[_CORE_LOAN] = loan
+
+
+def core_loan() -> str | None:
+    """Returns what `lend_cores` was given for this process."""
+    return os.environ.get(_CORE_LOAN)
 
 
 def keep_ucx_off_other_processes() -> None:

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TypeAlias
 
-from shell.core_loans import CoreLoan
 from tandem.limits import Limits
 from tandem.option_values import host_port, integer, number, one_of, seconds, size_bytes, text, zmq_address
 from tandem.options import grouped, option
@@ -138,12 +137,6 @@ class WorkerConfig:
         "topic of KV events, as the subscribers want it",
         text(r"[!-~]{0,255}", "ASCII, no blanks"),
     )
-    kv_events_format: str = option(
-        "kv-events-format",
-        "map",
-        "form of each KV event: map, as vLLM publishes it now, or array, as older versions do",
-        one_of("map", "array"),
-    )
     prefix_cache: bool = option("prefix-cache", True, "keep KV of ended requests for others that begin alike")
     host_cache_bytes: int = option(
         "host-cache-memory", 0, "host memory for KV that the pool has no room for, such as 8GiB", size_bytes(0)
@@ -172,14 +165,6 @@ class WorkerConfig:
         "cpu-tier", None, "instructions of a CPU's kernels: docs/kernels.md", text(r"\w+", "a tier"), none_word="auto"
     )
     threads: int | None = option("threads", None, "CPU threads of the engine", integer(1, 1024), none_word="auto")
-    core_loan: CoreLoan | None = option(
-        "core-loan",
-        None,
-        "cores of other workers, to be used while these compute nothing, and the file in which they say so; "
-        "`tandem serve` sets it",
-        CoreLoan.of_text,
-        none_word="none",
-    )
     lease_s: float = lease_option()
     drain_grace_s: float = drain_grace_option()
     max_receive_bytes: int = max_receive_option()

@@ -20,6 +20,7 @@ from opentelemetry.trace import Tracer
 
 from engine.loading import Engine, EngineOptions, load_engine, resolve_device
 from engine.prefix_cache import PrefixCache
+from kernels.cpu.core_loans import CoreLoan
 from kvtransfer.base import DeviceMemory, Fingerprints, PoolMemory
 from kvtransfer.transports import choose
 from models.files.checkpoint import CheckpointInfo
@@ -138,7 +139,7 @@ class Foundation:
 
     def _core_group(self, engine: Engine) -> str:
         """Empty = its kernels use no other worker's cores."""
-        loan = self.config.core_loan
+        loan = CoreLoan.of_process()
         return "" if loan is None or engine.backend_name != "cpu" else loan.group()
 
     async def serve(self, core: WorkerCore, info: WorkerInfo, stop: StopSignal, cache: PrefixCache) -> None:
@@ -165,8 +166,7 @@ class Foundation:
         if config.kv_events is None:
             yield reports
             return
-        as_arrays = config.kv_events_format == "array"
-        options = KvEventsOptions(config.kv_events, config.kv_events_replay, config.kv_events_topic, as_arrays)
+        options = KvEventsOptions(config.kv_events, config.kv_events_replay, config.kv_events_topic)
         with KvEvents(options, cache.pool.block_size) as events:
             cache.listener = CacheListeners((reports, events))
             try:

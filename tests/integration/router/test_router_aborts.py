@@ -79,7 +79,7 @@ def engine(cluster: Any, tokenizing: Any) -> VllmServicer:
     admission = Admission(router.queue, clock)
     counts = RouterMetrics(Metrics(Process.ROUTER, "demo"), router.recent, clock)
     rooms = Rooms(router.workers, admission, clock, RetryPolicy(), counts, RequestSpans(None, "demo"), ProcessEvents())
-    unread = Unread(clock, config.max_unread_request_bytes, config.max_unread_bytes, config.max_unread_s)
+    unread = Unread(clock, config.max_unread_bytes, config.max_unread_s)
     entrance = Entrance(checkpoint, tokenizing, config.limits, rooms, unread)
     return VllmServicer(checkpoint, config, entrance, router.status)
 
