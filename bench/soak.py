@@ -117,7 +117,7 @@ class Setup:
         number = str(self.workers)
         fleet = ("--prefill", number, "--decode", number)
         if self.elastic:
-            fleet = ("--roles", "auto", "--workers", str(2 * self.workers))
+            fleet = ("--workers", str(2 * self.workers))
         return (*fleet, *self.worker_options, "--max-priority", str(MAX_PRIORITY))
 
 

@@ -7,14 +7,11 @@ Knows every part and decides nothing about prompts (see `worker`).
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from opentelemetry.trace import Tracer
 
 from engine.guides import Guides
-from engine.loading import EngineOptions
+from engine.loading import EngineRole
 from kvtransfer.sender import KvSender
-from kvtransfer.timing import Timing
 from models.grammar import GrammarCompiler
 from prefill_worker.scheduler import BatchLimits
 from prefill_worker.worker import PrefillWorker, WorkerParts
@@ -33,23 +30,19 @@ def run(config: PrefillConfig) -> int:
 async def serve(config: PrefillConfig, tracer: Tracer | None, stop: StopSignal) -> None:
     """Loads, serves and drains one worker. Raises ConfigError, CheckpointError."""
     base = Foundation.lay(Role.PREFILL, config, tracer)
-    options = EngineOptions.of_worker(config, base.checkpoint.path, shared_kv=False)
-    options = replace(options, prefills_only=True)
-    async with base.engine(options, stop) as engine:
+    async with base.engine(EngineRole(prefills_only=True), stop) as engine:
         sender = KvSender(
             base.pool_memory(engine),
             base.fingerprints(engine),
             base.clock,
             config.transport,
             tls=base.security.outgoing.tls,
-            timing=Timing(lease_s=config.lease_s),
         )
         guides = Guides(GrammarCompiler.of(base.checkpoint))
         parts = WorkerParts(engine.thread, engine.cache, sender, base.validator, base.clock, base.observer, guides)
         limits = BatchLimits(engine.chunk_tokens.alone, engine.max_seqs)
-        policy = OutgoingPolicy(overlap=config.overlap)
         try:
-            worker = PrefillWorker(parts, limits, policy, engine.max_sequence_tokens)
+            worker = PrefillWorker(parts, limits, OutgoingPolicy(), engine.max_sequence_tokens)
             await base.serve(worker, base.info(engine), stop, engine.cache)
         finally:
             guides.close()

@@ -18,7 +18,7 @@ from typing import TypeVar
 
 from opentelemetry.trace import Tracer
 
-from engine.loading import Engine, EngineOptions, load_engine, resolve_device
+from engine.loading import Engine, EngineRole, load_engine, resolve_device
 from engine.prefix_cache import PrefixCache
 from kvtransfer.base import DeviceMemory, Fingerprints, PoolMemory
 from kvtransfer.transports import choose
@@ -39,7 +39,7 @@ from tandem.types import Incarnation, Role, WorkerId, WorkerInfo, new_incarnatio
 from tandem.validation import Validator
 from worker.ports import WorkerCore
 from worker.serving.cache_reports import CacheListeners, CacheReports
-from worker.serving.kv_events import KvEvents, KvEventsOptions
+from worker.serving.kv_events import KvEvents
 from worker.serving.metrics import WorkerMetrics, cache_readings, load_readings, wait_readings
 from worker.serving.process import WorkerProcess
 from worker.serving.spans import sequence_spans
@@ -91,12 +91,12 @@ class Foundation:
         return Validator(self.config.limits, self.checkpoint.vocab_size, self.checkpoint.context_tokens)
 
     @asynccontextmanager
-    async def engine(self, options: EngineOptions, stop: StopSignal) -> AsyncIterator[Engine]:
+    async def engine(self, role: EngineRole, stop: StopSignal) -> AsyncIterator[Engine]:
         """Loads the engine, and closes it at the end. Raises ConfigError, CheckpointError.
 
         So it does if a file of the config or tokenizer is another than `checkpoint` was read from.
         """
-        engine = await stop.unless_stopped(partial(load_engine, options))
+        engine = await stop.unless_stopped(partial(load_engine, self.config, role))
         try:
             self.checkpoint.read.check()
             yield engine
@@ -153,20 +153,16 @@ class Foundation:
     def _telling_of(self, cache: PrefixCache) -> Iterator[CacheReports | None]:
         """Has routers, and who else may want it, told what the cache holds; None if there is no cache."""
         config = self.config
-        if config.kv_events_replay is not None and config.kv_events is None:
-            raise ConfigError("--kv-events-replay", "needs --kv-events")
         if not config.prefix_cache:
-            if config.kv_events is not None:
+            if config.kv_events:
                 raise ConfigError("--kv-events", "needs --prefix-cache")
             yield None
             return
         cache.listener = reports = CacheReports(cache)
-        if config.kv_events is None:
+        if not config.kv_events:
             yield reports
             return
-        as_arrays = config.kv_events_format == "array"
-        options = KvEventsOptions(config.kv_events, config.kv_events_replay, config.kv_events_topic, as_arrays)
-        with KvEvents(options, cache.pool.block_size) as events:
+        with KvEvents(config) as events:
             cache.listener = CacheListeners((reports, events))
             try:
                 yield reports
