@@ -1,7 +1,7 @@
 """What pyproject.toml cannot say of the distribution tandem-serving.
 
-The native CPU kernels are compiled at install, where there is a compiler. Modules for clients are left to
-tandem-serving-client, which must be of the same version.
+The native CPU kernels are compiled at install, where there is a compiler. `tandem/` is tandem-serving-client's,
+which must be of the same version.
 """
 
 from __future__ import annotations
@@ -14,9 +14,6 @@ from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
 
 sys.path.insert(0, str(Path(__file__).parent))
-sys.path.insert(0, str(Path(__file__).parent / "deploy/client"))
-
-from contents import BuildServer
 
 import tandem
 from kernels.cpu import build
@@ -42,5 +39,5 @@ class BuildNative(build_ext):
 setup(
     install_requires=[f"tandem-serving-client=={tandem.__version__}", *PROJECT["tool"]["tandem"]["dependencies"]],
     ext_modules=[Extension("kernels.cpu._native", sources=[], optional=True)],
-    cmdclass={"build_ext": BuildNative, "build_py": BuildServer},
+    cmdclass={"build_ext": BuildNative},
 )

@@ -3,7 +3,7 @@
     python -m bench.simulate --cost-model FILE --fleet 2P3D --trace poisson --rate 4 --ttft 2 --itl 0.1 [--search]
     python -m bench.simulate --calibrate MODEL --threads 2 --cost-model FILE     fits FILE to this machine
     python -m bench.simulate --validate [--measured GOODPUT.json]                predicted against measured
-    python -m bench.simulate --study                                             the study of docs/capacity.md
+    python -m bench.simulate --study                                             the study of docs/operations.md
 
 A fleet is `xPyD`, `N colocated` or `N auto`. Traces: poisson, bursty, conversation, agentic, or a file of JSON lines
 as Mooncake publishes them. With `--lose-every S` one worker is lost each S seconds, and back after `--back-after`.

@@ -1,6 +1,6 @@
 """Goodput per GPU against xPyD, for conversations and for agents, on assumed H100s: `python -m bench.simulate --study`.
 
-Writes `bench/results/capacity.json` and, between its marks, the tables of `docs/capacity.md`. Cost models of GPUs are
+Writes `bench/results/capacity.json` and, between its marks, the tables of `docs/operations.md`. Cost models of GPUs are
 made from the card's published limits, and say so; they are no measurements of Tandem.
 """
 
@@ -21,7 +21,7 @@ from simulator.sizing import highest_rate
 from simulator.traces import Dialogue, LogNormal, Trace, conversation
 from simulator.worker import ElasticOptions
 
-PAGE = ROOT / "docs" / "capacity.md"
+PAGE = ROOT / "docs" / "operations.md"
 BEGIN, END = "<!-- study -->", "<!-- end of the study -->"
 
 CHAT_ALONE = (LogNormal(300, 0.8, 16, 2048), LogNormal(60, 0.6, 8, 256))

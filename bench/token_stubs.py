@@ -72,22 +72,16 @@ class _Session:
     def __init__(self, context: Any) -> None:
         self._context = context
         self.handles: list[int] = []
-        self.takes_columns = False
 
     async def say(self, **message: Any) -> None:
         await self._context.write(worker_pb2.ConnectResponse(**message))
 
     async def step(self, offset: int, token_id: int, *, is_last: bool) -> None:
         """One token of each request."""
-        reason = inference_pb2.FINISH_REASON_LENGTH if is_last else inference_pb2.FINISH_REASON_UNSPECIFIED
-        step = worker_pb2.StepOutputs()
-        if self.takes_columns and not is_last:
-            step.handles.extend(self.handles)
-            step.offsets.extend([offset] * len(self.handles))
-            step.token_ids.extend([token_id] * len(self.handles))
-        else:
-            for handle in self.handles:
-                step.outputs.add(handle=handle, offset=offset, token_ids=(token_id,), finish_reason=reason)
+        count = len(self.handles)
+        step = worker_pb2.StepOutputs(handles=self.handles, offsets=[offset] * count, token_ids=[token_id] * count)
+        for row in range(count) if is_last else ():
+            step.extras.add(row=row, finish_reason=inference_pb2.FINISH_REASON_LENGTH)
         await self.say(step_outputs=step)
 
 
@@ -121,9 +115,7 @@ class _Worker(worker_pb2_grpc.WorkerServiceServicer):
         await session.say(hello=worker_pb2.WorkerHello(incarnation=self.info.incarnation))
         self._on_connect()
         async for request in request_iterator:
-            if request.WhichOneof("message") == "hello":
-                session.takes_columns = request.hello.takes_columns
-            elif request.WhichOneof("message") == "reserve":
+            if request.WhichOneof("message") == "reserve":
                 handle = request.reserve.handle
                 await session.say(reserved=worker_pb2.Reserved(handle=handle))
                 await session.say(prefill_done=worker_pb2.PrefillDone(handle=handle))

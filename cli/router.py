@@ -1,7 +1,8 @@
 """`tandem router`: one router, as one process or as several that share its port.
 
 The processes know nothing of each other: the kernel deals connections out among them (SO_REUSEPORT), workers register
-with each (`worker.serving.announcer`). Here they are started, replaced when they end or stand still, and ended together.
+with each (`worker.serving.announcer`). Here they are started, replaced when they end or stand still, and ended
+together.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Gives the blocks of a prefix tree their hashes (`tandem.prefix_hash`), and tells a listener of each that got one.
+"""Gives the blocks of a prefix tree their hashes (`shell.prefix_hash`), and tells a listener of each that got one.
 
 A few are hashed at once. Many, as of a long prompt, are hashed in pieces on the running loop, between which others get
 their turn: until then they are known, but not told. What has gone meanwhile never is.
@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import Protocol, cast
 
 from engine.prefix_tree import TOKEN_BYTES, Node, PrefixTree, decode
-from tandem.prefix_hash import hashes_below, salt_hash
+from shell.prefix_hash import hashes_below, salt_hash
 from tandem.types import TokenId
 
 PIECE = 2048
@@ -20,7 +20,7 @@ PIECE = 2048
 
 
 class CacheListener(Protocol):
-    """Told what a cache holds. Blocks by their hashes (`tandem.prefix_hash`); called on the loop, must not raise."""
+    """Told what a cache holds. Blocks by their hashes (`shell.prefix_hash`); called on the loop, must not raise."""
 
     def stored(
         self, cache_salt: str, parent_hash: int | None, hashes: Sequence[int], token_ids: Sequence[TokenId]

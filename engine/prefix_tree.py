@@ -48,7 +48,7 @@ class Node:
         """One for each block: ids of pool blocks, rows or slots, as `tier` says."""
         self.tier = tier
         self.hashes = hashes
-        """One for each block (`tandem.prefix_hash`), the last ones a little later; none at all without a listener."""
+        """One for each block (`shell.prefix_hash`), the last ones a little later; none at all without a listener."""
         self.last_used = last_used
         """On the tree's counter; a parent's is not smaller."""
         self.children: dict[bytes, Node] = {}

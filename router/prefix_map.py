@@ -3,7 +3,7 @@
     reported   what the worker has said: exact, but for what is on its way
     expected   what this router sent there and the worker has not said yet; forgotten after a while
 
-Blocks go by the names of `tandem.prefix_hash`. A cache that holds a block holds all blocks before it, so the longest
+Blocks go by the names of `shell.prefix_hash`. A cache that holds a block holds all blocks before it, so the longest
 match is found by halving. A wrong answer costs time and never a token: workers compare tokens. Time is given.
 """
 
@@ -16,7 +16,7 @@ from collections import deque
 from collections.abc import Collection, Iterable, Sequence
 
 from router.worker_set import WorkerSet
-from tandem.prefix_hash import chained_hashes, salt_hash
+from shell.prefix_hash import chained_hashes, salt_hash
 from tandem.types import TokenId
 
 MAX_REPORTED = 1 << 20

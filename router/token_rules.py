@@ -39,8 +39,6 @@ class TokenRules:
         if self._is_bare(delta):
             return
         token_ids = delta.token_ids
-        if not token_ids:
-            raise InvalidOutput("an output without a token")
         last, num_tokens = token_ids[-1], delta.offset + len(token_ids)
         if num_tokens > self.max_tokens:
             raise InvalidOutput(f"tokens up to {num_tokens} of at most {self.max_tokens}")

@@ -203,7 +203,7 @@ class WorkerLink:
 
     async def _shake_hands(self, call: _Call) -> None:
         """Raises Unavailable if another life of the worker answers, or none."""
-        hello = worker_pb2.RouterHello(router_incarnation=self._router, takes_columns=True)
+        hello = worker_pb2.RouterHello(router_incarnation=self._router)
         await call.write(worker_pb2.ConnectRequest(hello=hello))
         answer = await call.read()
         if not isinstance(answer, worker_pb2.ConnectResponse):

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
 
+from shell.removed_options import REMOVED
 from shell.worker_config import (
     DecodeConfig,
     ElasticConfig,
@@ -22,10 +23,10 @@ from shell.worker_config import (
     drain_grace_option,
 )
 from tandem import options
+from tandem.client_config import DEFAULT_ADDRESS, ClientConfig
 from tandem.limits import Limits
 from tandem.option_values import host_port, integer, one_of, seconds, size_bytes, text
 from tandem.options import Section, argv_of, check_known, grouped, load_options, option
-from tandem.removed_options import REMOVED
 from tandem.security.options import ClientSecurityConfig, SecurityConfig
 
 __all__ = [
@@ -45,11 +46,9 @@ __all__ = [
     "argv_of",
     "environment",
     "load",
-    "quiet_grpc",
     "show_gpus",
 ]
 
-DEFAULT_ADDRESS = "127.0.0.1:50051"
 _VISIBLE_GPUS = "CUDA_VISIBLE_DEVICES"
 
 T = TypeVar("T")
@@ -265,15 +264,6 @@ class HttpDoorConfig:
     security: ClientSecurityConfig = grouped(ClientSecurityConfig)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ClientConfig:
-    """What the commands that call a server take."""
-
-    target: str = option(Section.CALL, "target", DEFAULT_ADDRESS, "address of a router", host_port())
-    timeout_s: float = option(Section.CALL, "timeout-seconds", 300.0, "deadline of one call", seconds(0.001))
-    security: ClientSecurityConfig = grouped(ClientSecurityConfig)
-
-
 _ALL: tuple[type[Any], ...] = (RouterConfig, PrefillConfig, DecodeConfig, ElasticConfig, ServeConfig, ClientConfig)
 
 
@@ -308,11 +298,3 @@ def keep_ucx_off_other_processes() -> None:
     Of such writes only that other process could prove the end. To be called before UCX is initialized.
     """
     os.environ["UCX_TLS"] = "^cma,knem,xpmem,posix,sysv,cuda_ipc,rocm_ipc"
-
-
-def quiet_grpc() -> None:
-    """Keeps gRPC's own informational lines off stderr, unless `GRPC_VERBOSITY` asks for them.
-
-    To be called before gRPC is imported for the first time in a process.
-    """
-    os.environ.setdefault("GRPC_VERBOSITY", "ERROR")

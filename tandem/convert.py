@@ -151,33 +151,54 @@ def _constraint_from_proto(message: worker_pb2.ResolvedSampling) -> Constraint |
     return Constraint(Language(name), texts)
 
 
-def delta_from_proto(message: worker_pb2.SequenceOutput) -> TokenDelta:
-    """New tokens; the handle is read from the message by whoever needs it."""
-    return TokenDelta(
-        message.offset,
-        _token_ids(message.token_ids),
-        tuple(map(logprobs_from_proto, message.logprobs)),
-        _FINISH_FROM_PROTO.get(message.finish_reason),
-        message.index,
-        message.score if message.HasField("score") else None,
-    )
-
-
 def deltas_from_proto(step: worker_pb2.StepOutputs) -> list[tuple[Handle, TokenDelta]]:
-    """All that a step made: the rows of its columns, then its outputs. Raises InvalidOutput if the columns differ in
-    length.
+    """Returns the tokens of a message: rows of one choice without a gap make one delta.
+
+    Raises InvalidOutput if the columns differ in length, or an extra is of none of their rows.
     """
     handles, offsets, token_ids = list(step.handles), list(step.offsets), list(step.token_ids)
     indexes = list(step.indexes) or [0] * len(handles)
     if not len(handles) == len(indexes) == len(offsets) == len(token_ids):
         raise InvalidOutput(f"columns of {len(handles)}, {len(indexes)}, {len(offsets)} and {len(token_ids)} rows")
-    rows = zip(handles, indexes, offsets, token_ids, strict=True)
     deltas = [
         (Handle(handle), TokenDelta(offset, (TokenId(token_id),), (), None, index))
-        for handle, index, offset, token_id in rows
+        for handle, index, offset, token_id in zip(handles, indexes, offsets, token_ids, strict=True)
     ]
-    deltas += [(Handle(output.handle), delta_from_proto(output)) for output in step.outputs]
-    return deltas
+    for extra in step.extras:
+        if extra.row >= len(deltas):
+            raise InvalidOutput(f"an extra of row {extra.row} of {len(deltas)}")
+        handle, delta = deltas[extra.row]
+        deltas[extra.row] = handle, _with_extra(delta, extra)
+    return deltas if len(set(handles)) == len(handles) else _merged(deltas)
+
+
+def _with_extra(delta: TokenDelta, extra: worker_pb2.TokenExtra) -> TokenDelta:
+    return delta._replace(
+        logprobs=(logprobs_from_proto(extra.logprobs),) if extra.HasField("logprobs") else (),
+        finish_reason=_FINISH_FROM_PROTO.get(extra.finish_reason),
+        score=extra.score if extra.HasField("score") else None,
+    )
+
+
+def _merged(deltas: Iterable[tuple[Handle, TokenDelta]]) -> list[tuple[Handle, TokenDelta]]:
+    """Returns one delta for each run of a choice that has no gap and does not go on behind the choice's end."""
+    runs: list[tuple[Handle, list[TokenDelta]]] = []
+    newest: dict[tuple[Handle, int], list[TokenDelta]] = {}
+    for handle, delta in deltas:
+        run = newest.get((handle, delta.index))
+        if run is None or run[-1].end != delta.offset or run[-1].finish_reason is not None:
+            run = newest[handle, delta.index] = []
+            runs.append((handle, run))
+        run.append(delta)
+    return [(handle, run[0] if len(run) == 1 else _joined(run)) for handle, run in runs]
+
+
+def _joined(run: list[TokenDelta]) -> TokenDelta:
+    return run[-1]._replace(
+        offset=run[0].offset,
+        token_ids=tuple(token_id for each in run for token_id in each.token_ids),
+        logprobs=tuple(logprobs for each in run for logprobs in each.logprobs),
+    )
 
 
 def logprobs_to_proto(logprobs: TokenLogprobs) -> inference_pb2.TokenLogprobs:

@@ -7,12 +7,13 @@ and side: behind the S * D elements of each head of a block lie its S scales, fl
 
 from __future__ import annotations
 
-import enum
 import hashlib
 from dataclasses import asdict, dataclass
 
+from tandem.str_enum import StrEnum
 
-class DType(enum.StrEnum):
+
+class DType(StrEnum):
     """Element types of weights and KV, by torch's names."""
 
     FLOAT32 = "float32"
@@ -25,7 +26,7 @@ class DType(enum.StrEnum):
         return 4 if self is DType.FLOAT32 else 2
 
 
-class QuantDType(enum.StrEnum):
+class QuantDType(StrEnum):
     """Element types of KV that is stored with scales: value = element * scale."""
 
     INT8 = "int8"

@@ -21,14 +21,14 @@ message changes nothing; any other illegal move is our own bug and raises.
 
 from __future__ import annotations
 
-import enum
 from collections.abc import Mapping
 from typing import TypeVar
 
 from tandem.errors import InternalError
+from tandem.str_enum import StrEnum
 
 
-class BlockState(enum.StrEnum):
+class BlockState(StrEnum):
     """Where a block is between two allocations."""
 
     FREE = "free"
@@ -39,7 +39,7 @@ class BlockState(enum.StrEnum):
     QUARANTINED = "quarantined"
 
 
-class TransferState(enum.StrEnum):
+class TransferState(StrEnum):
     """Where a hand-off is, as its receiver sees it."""
 
     OFFERED = "offered"
@@ -49,7 +49,7 @@ class TransferState(enum.StrEnum):
     FAILED = "failed"
 
 
-class RequestState(enum.StrEnum):
+class RequestState(StrEnum):
     """Where a request is, as its router sees it."""
 
     QUEUED = "queued"

@@ -5,21 +5,22 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
-from tandem.convert import finish_reason_to_proto, logprobs_to_proto
 from tandem.types import Handle, TokenDelta
 from tandem.v1 import worker_pb2
+from worker.ports import TokenColumns, TokenExtra
+from worker.serving.router_session import columns_to_proto
 
 
-def delta_to_proto(handle: Handle, delta: TokenDelta) -> worker_pb2.SequenceOutput:
-    """New tokens of the sequence that `handle` names."""
-    return worker_pb2.SequenceOutput(
-        handle=handle,
-        offset=delta.offset,
-        token_ids=delta.token_ids,
-        logprobs=[logprobs_to_proto(each) for each in delta.logprobs],
-        finish_reason=finish_reason_to_proto(delta.finish_reason),
-        index=delta.index,
-    )
+def step_of(handle: Handle, *deltas: TokenDelta) -> worker_pb2.StepOutputs:
+    """New tokens of the request that `handle` names."""
+    columns = TokenColumns()
+    for delta in deltas:
+        for number, token_id in enumerate(delta.token_ids):
+            logprobs = delta.logprobs[number] if number < len(delta.logprobs) else None
+            reason = delta.finish_reason if number == len(delta.token_ids) - 1 else None
+            extra = TokenExtra(logprobs, reason, delta.score)
+            columns.add(handle, delta.index, delta.offset + number, token_id, None if extra == TokenExtra() else extra)
+    return columns_to_proto(columns)
 
 
 class Stream:
@@ -32,4 +33,4 @@ class Stream:
         self.messages.put_nowait(worker_pb2.ConnectResponse(**message))
 
     def tokens(self, handle: Handle, *deltas: TokenDelta) -> None:
-        self.say(step_outputs=worker_pb2.StepOutputs(outputs=[delta_to_proto(handle, each) for each in deltas]))
+        self.say(step_outputs=step_of(handle, *deltas))

@@ -179,7 +179,7 @@ MODEL_MISTAKES = (
         "…/config.json: model_type: 'mamba' is not served: take a model of a family that is; served are …",
         "[models.md](models.md) lists the families. A new one is a row of data where it differs little from a "
         "known one "
-        "([extending.md](extending.md)).",
+        "([CONTRIBUTING.md](../CONTRIBUTING.md#recipes)).",
         spoil=_config(model_type="mamba", architectures=["MambaForCausalLM"]),
     ),
     Mistake(

@@ -9,9 +9,9 @@ Nothing here blocks or awaits but the result of a launched step, `run` and `drai
 from __future__ import annotations
 
 from asyncio import Future
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from engine.step import SampledToken, Step, StepResult
 from tandem.errors import TandemError
@@ -31,27 +31,58 @@ class Destination:
     kv_endpoint: bytes
 
 
+class TokenExtra(NamedTuple):
+    """What a router is sent of a token beside its id."""
+
+    logprobs: TokenLogprobs | None = None
+    finish_reason: FinishReason | None = None
+    """Given with the last token of a choice."""
+    score: float | None = None
+    """Of a choice that a beam search found; the same with each of its tokens."""
+
+
 @dataclass(slots=True)
 class TokenColumns:
-    """One token of each of several choices, which none of them ends with and of which nothing else is to be told: a row
-    for each, and no choice twice.
-    """
+    """Tokens of one or more choices: a row for each, those of one choice in their order."""
 
     handles: list[Handle] = field(default_factory=list)
     indexes: list[int] = field(default_factory=list)
     offsets: list[int] = field(default_factory=list)
     token_ids: list[TokenId] = field(default_factory=list)
+    extras: dict[int, TokenExtra] = field(default_factory=dict)
+    """By row, ascending; a row that has none is an id and nothing else."""
 
-    def add(self, handle: Handle, index: int, offset: int, token_id: TokenId) -> None:
-        """One more row."""
+    def add(self, handle: Handle, index: int, offset: int, token_id: TokenId, extra: TokenExtra | None = None) -> None:
+        """Appends a row."""
+        if extra is not None:
+            self.extras[len(self.handles)] = extra
         self.handles.append(handle)
         self.indexes.append(index)
         self.offsets.append(offset)
         self.token_ids.append(token_id)
 
-    def rows(self) -> Iterator[tuple[Handle, int, int, TokenId]]:
-        """Handle, index, offset and token of each."""
-        return zip(self.handles, self.indexes, self.offsets, self.token_ids, strict=True)
+    def extend(self, others: TokenColumns) -> None:
+        """Appends the rows of `others`."""
+        if others.extras:
+            first = len(self.handles)
+            self.extras |= {first + row: extra for row, extra in others.extras.items()}
+        self.handles += others.handles
+        self.indexes += others.indexes
+        self.offsets += others.offsets
+        self.token_ids += others.token_ids
+
+    def rows(self) -> Iterator[tuple[Handle, int, int, TokenId, TokenExtra | None]]:
+        """Yields handle, index, offset, token and extra of each row."""
+        extras = map(self.extras.get, range(len(self.handles)))
+        return zip(self.handles, self.indexes, self.offsets, self.token_ids, extras, strict=True)
+
+    def of(self, handles: Container[Handle]) -> TokenColumns:
+        """Returns the rows of these handles."""
+        kept = TokenColumns()
+        for row in self.rows():
+            if row[0] in handles:
+                kept.add(*row)
+        return kept
 
 
 class RouterPort(Protocol):
@@ -91,9 +122,10 @@ class RouterPort(Protocol):
         """
 
     def tokens(self, columns: TokenColumns) -> None:
-        """As `token` for each row; the columns are the port's from now on."""
-        for handle, index, offset, token_id in columns.rows():
-            self.token(handle, index, offset, SampledToken(token_id, None), None)
+        """Takes each row as `token` does; the columns are the port's from now on."""
+        for handle, index, offset, token_id, extra in columns.rows():
+            logprobs, finish_reason, score = extra or TokenExtra()
+            self.token(handle, index, offset, SampledToken(token_id, logprobs), finish_reason, score)
 
     def handoff_done(self, handle: Handle, num_bytes: int, seconds: float) -> None:
         """Who handed the KV over: every block is verified and attached. Nothing follows."""

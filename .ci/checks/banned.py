@@ -41,7 +41,7 @@ ALLOW_PICKLE_AT = 2
 CHECKS_OF_PEERS = {"check_hostname": {"True"}, "verify_mode": {"ssl.CERT_REQUIRED", "ssl.VerifyMode.CERT_REQUIRED"}}
 """Attributes of an SSLContext, and all that they may be set to."""
 ENVIRONMENT = frozenset({"os.environ", "os.environb", "os.getenv", "os.putenv"})
-MAY_READ_ENVIRONMENT = ("shell/config.py", "tests/", "bench/", ".ci/")
+MAY_READ_ENVIRONMENT = ("shell/config.py", "tandem/rpc/__init__.py", "tests/", "bench/", ".ci/")
 
 
 def findings(tree: ast.Module, name: str) -> Iterator[tuple[int, str]]:

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from shell.config import ClientConfig, DecodeConfig, ElasticConfig, PrefillConfig, RouterConfig, ServeConfig
+from shell.removed_options import REMOVED
 from tandem.options import Option, Section, options_of
-from tandem.removed_options import REMOVED
 
 PAGE = Path(__file__).resolve().parents[2] / "docs/options.md"
 COMMANDS: dict[str, type[Any]] = {
@@ -32,7 +32,7 @@ All {count} options of the processes that serve, and those of commands that call
 option is given on the command line, or by its environment variable, `TANDEM_` and its name (`TANDEM_KV_MEMORY`); the
 command line comes first. A switch is `--name` or `--no-name`, and `true` or `false` in its variable. Sizes take units
 (`512MiB`, `24GiB`). A `TANDEM_` variable that no option has is refused, so that a misspelt one is noticed. What options
-mean together: [operations.md](operations.md), [models.md](models.md), [transports.md](transports.md),
+mean together: [operations.md](operations.md), [models.md](models.md), [kv_transfer.md](kv_transfer.md),
 [security.md](security.md).
 """
 TABLE = "| option | default | of | |\n| --- | --- | --- | --- |\n"

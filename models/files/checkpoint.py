@@ -27,7 +27,7 @@ from tandem.types import TokenId
 DEMO = "demo"
 """The model that is shipped with the source."""
 
-_DEMO_PATH = Path(__file__).resolve().parent.parent / "models" / "demo" / "checkpoint"
+_DEMO_PATH = Path(__file__).resolve().parents[1] / "demo" / "checkpoint"
 _FINGERPRINTED = (
     "config.json",
     "generation_config.json",

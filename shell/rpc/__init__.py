@@ -1,3 +1,3 @@
 """What every gRPC server process shares: server, bounds, health, table of statuses."""
 
-import tandem.rpc  # noqa: F401 - quiets gRPC before it is imported
+import tandem.rpc  # noqa: F401 - before gRPC is imported

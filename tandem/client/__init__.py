@@ -4,7 +4,6 @@ Both speak plain dataclasses and raise the exceptions of `tandem.errors`; nobody
 package sees protobuf or grpc.
 """
 
-from shell.config import ClientSecurityConfig
 from tandem.client.aio import AsyncClient
 from tandem.client.request import ChatOptions, GenerateOptions, Message, SamplingOptions, ToolCall
 from tandem.client.results import (
@@ -18,6 +17,7 @@ from tandem.client.results import (
 )
 from tandem.client.sync import Client
 from tandem.cluster_status import ClusterStatus, RecentActivity, WorkerStatus
+from tandem.security.options import ClientSecurityConfig
 
 __all__ = [
     "AsyncClient",

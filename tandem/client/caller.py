@@ -13,10 +13,11 @@ import json
 from collections.abc import Callable
 from typing import Any
 
-from shell.config import DEFAULT_ADDRESS, ClientSecurityConfig
+from tandem.client_config import DEFAULT_ADDRESS
 from tandem.rpc.channel import CONNECT_TIMEOUT_S
 from tandem.rpc.google_messages import health_watch
 from tandem.security.credentials import Outgoing
+from tandem.security.options import ClientSecurityConfig
 from tandem.v1 import cluster_pb2_grpc, inference_pb2_grpc
 
 try:

@@ -1,5 +1,6 @@
-"""What every gRPC process shares: server shell, channels, health, table of statuses."""
+"""How a process calls another one by gRPC: channels, TLS, received errors."""
 
-from shell.config import quiet_grpc
+import os
 
-quiet_grpc()  # here, since gRPC reads its environment only when it is imported
+# gRPC reads the variable once, when it is imported: its informational lines stay off stderr unless it is set.
+os.environ.setdefault("GRPC_VERBOSITY", "ERROR")

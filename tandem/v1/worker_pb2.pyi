@@ -113,12 +113,10 @@ class Group(_message.Message):
     def __init__(self, request_id: _Optional[str] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., choices: _Optional[_Iterable[_Union[GroupChoice, _Mapping]]] = ..., sampling: _Optional[_Union[ResolvedSampling, _Mapping]] = ..., timeout_seconds: _Optional[float] = ..., priority: _Optional[int] = ..., traceparent: _Optional[str] = ..., tracestate: _Optional[str] = ..., cache_salt: _Optional[str] = ...) -> None: ...
 
 class RouterHello(_message.Message):
-    __slots__ = ("router_incarnation", "takes_columns")
+    __slots__ = ("router_incarnation",)
     ROUTER_INCARNATION_FIELD_NUMBER: _ClassVar[int]
-    TAKES_COLUMNS_FIELD_NUMBER: _ClassVar[int]
     router_incarnation: str
-    takes_columns: bool
-    def __init__(self, router_incarnation: _Optional[str] = ..., takes_columns: bool = ...) -> None: ...
+    def __init__(self, router_incarnation: _Optional[str] = ...) -> None: ...
 
 class Reserve(_message.Message):
     __slots__ = ("handle", "group", "local_prefill", "max_local_tokens")
@@ -220,37 +218,31 @@ class Waiting(_message.Message):
     handles: _containers.RepeatedScalarFieldContainer[int]
     def __init__(self, reason: _Optional[_Union[WaitReason, str]] = ..., handles: _Optional[_Iterable[int]] = ...) -> None: ...
 
-class SequenceOutput(_message.Message):
-    __slots__ = ("handle", "offset", "token_ids", "logprobs", "finish_reason", "index", "score")
-    HANDLE_FIELD_NUMBER: _ClassVar[int]
-    OFFSET_FIELD_NUMBER: _ClassVar[int]
-    TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+class TokenExtra(_message.Message):
+    __slots__ = ("row", "logprobs", "finish_reason", "score")
+    ROW_FIELD_NUMBER: _ClassVar[int]
     LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     FINISH_REASON_FIELD_NUMBER: _ClassVar[int]
-    INDEX_FIELD_NUMBER: _ClassVar[int]
     SCORE_FIELD_NUMBER: _ClassVar[int]
-    handle: int
-    offset: int
-    token_ids: _containers.RepeatedScalarFieldContainer[int]
-    logprobs: _containers.RepeatedCompositeFieldContainer[_inference_pb2.TokenLogprobs]
+    row: int
+    logprobs: _inference_pb2.TokenLogprobs
     finish_reason: _inference_pb2.FinishReason
-    index: int
     score: float
-    def __init__(self, handle: _Optional[int] = ..., offset: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., logprobs: _Optional[_Iterable[_Union[_inference_pb2.TokenLogprobs, _Mapping]]] = ..., finish_reason: _Optional[_Union[_inference_pb2.FinishReason, str]] = ..., index: _Optional[int] = ..., score: _Optional[float] = ...) -> None: ...
+    def __init__(self, row: _Optional[int] = ..., logprobs: _Optional[_Union[_inference_pb2.TokenLogprobs, _Mapping]] = ..., finish_reason: _Optional[_Union[_inference_pb2.FinishReason, str]] = ..., score: _Optional[float] = ...) -> None: ...
 
 class StepOutputs(_message.Message):
-    __slots__ = ("outputs", "handles", "indexes", "offsets", "token_ids")
-    OUTPUTS_FIELD_NUMBER: _ClassVar[int]
+    __slots__ = ("handles", "indexes", "offsets", "token_ids", "extras")
     HANDLES_FIELD_NUMBER: _ClassVar[int]
     INDEXES_FIELD_NUMBER: _ClassVar[int]
     OFFSETS_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
-    outputs: _containers.RepeatedCompositeFieldContainer[SequenceOutput]
+    EXTRAS_FIELD_NUMBER: _ClassVar[int]
     handles: _containers.RepeatedScalarFieldContainer[int]
     indexes: _containers.RepeatedScalarFieldContainer[int]
     offsets: _containers.RepeatedScalarFieldContainer[int]
     token_ids: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, outputs: _Optional[_Iterable[_Union[SequenceOutput, _Mapping]]] = ..., handles: _Optional[_Iterable[int]] = ..., indexes: _Optional[_Iterable[int]] = ..., offsets: _Optional[_Iterable[int]] = ..., token_ids: _Optional[_Iterable[int]] = ...) -> None: ...
+    extras: _containers.RepeatedCompositeFieldContainer[TokenExtra]
+    def __init__(self, handles: _Optional[_Iterable[int]] = ..., indexes: _Optional[_Iterable[int]] = ..., offsets: _Optional[_Iterable[int]] = ..., token_ids: _Optional[_Iterable[int]] = ..., extras: _Optional[_Iterable[_Union[TokenExtra, _Mapping]]] = ...) -> None: ...
 
 class PrefillDone(_message.Message):
     __slots__ = ("handle", "queue_seconds", "prefill_seconds", "cached_tokens")

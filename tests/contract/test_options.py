@@ -23,7 +23,7 @@ WORKER_ROOMS = ("engine", "worker")
     ],
 )
 def test_every_option_is_read(config: type, rooms: tuple[str, ...]) -> None:
-    code = "\n".join(path.read_text() for room in rooms for path in (ROOT / room).glob("*.py"))
+    code = "\n".join(path.read_text() for room in rooms for path in (ROOT / room).rglob("*.py"))
 
     unread = [field.name for field in dataclasses.fields(config) if not re.search(rf"config\.{field.name}\b", code)]
 

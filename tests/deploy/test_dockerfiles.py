@@ -128,7 +128,7 @@ def test_the_context_holds_every_package_and_all_that_a_build_reads() -> None:
     ]
     needed += [
         "LICENSE",
-        *(f"deploy/client/{name}" for name in ("pyproject.toml", "setup.py", "contents.py", "LICENSE")),
+        *(f"deploy/client/{name}" for name in ("pyproject.toml", "setup.py", "LICENSE")),
     ]
     for project in (PROJECT, CLIENT):
         needed += [f"{package.replace('.', '/')}/__init__.py" for package in project["tool"]["setuptools"]["packages"]]

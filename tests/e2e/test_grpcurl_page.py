@@ -1,4 +1,4 @@
-"""Every command of docs/grpcurl.md, run through `buf curl`, which speaks the same reflection protocol."""
+"""Every command of docs/clients.md, run through `buf curl`, which speaks the same reflection protocol."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from bench.cluster import Cluster, eventually, serve
 from tandem.client import Client
 
 BUF = Path(sys.executable).with_name("buf")
-PAGE = (Path(__file__).parents[2] / "docs" / "grpcurl.md").read_text()
+PAGE = (Path(__file__).parents[2] / "docs" / "clients.md").read_text().split("## By hand: grpcurl")[1]
 BLOCKS = re.findall(r"^```sh ?([^\n]*)\n(.*?)^```", PAGE, flags=re.MULTILINE | re.DOTALL)
 ROUTER = "127.0.0.1:50051"
 REFLECTION = "grpc.reflection.v1.ServerReflection/ServerReflectionInfo"

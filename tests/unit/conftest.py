@@ -1,9 +1,12 @@
-"""A real server on a free loopback port with a channel to it, and spans kept in memory."""
+"""A real server on a free loopback port with a channel to it, spans kept in memory, a checkpoint without weights."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack
+from pathlib import Path
+from typing import Any
 
 import grpc.aio
 import pytest
@@ -11,6 +14,8 @@ import pytest
 from shell.rpc.server import RpcServer, Service
 from tandem.rpc.channel import open_channel
 from tests.recorded_spans import RecordedSpans
+
+CONFIG = {"model_type": "llama", "vocab_size": 100, "max_position_embeddings": 64, "eos_token_id": 2}
 
 Serve = Callable[..., Awaitable[tuple[RpcServer, grpc.aio.Channel]]]
 
@@ -34,3 +39,18 @@ async def serve() -> AsyncIterator[Serve]:
 @pytest.fixture
 def recorded() -> RecordedSpans:
     return RecordedSpans()
+
+
+@pytest.fixture
+def write_checkpoint(tmp_path: Path) -> Callable[..., Path]:
+    """Writes config.json (with changes) and generation_config.json (if given); returns the folder."""
+
+    def write(config: dict[str, Any] | None = None, generation: dict[str, Any] | None = None) -> Path:
+        folder = tmp_path / "tiny"
+        folder.mkdir(exist_ok=True)
+        (folder / "config.json").write_text(json.dumps(CONFIG | (config or {})))
+        if generation is not None:
+            (folder / "generation_config.json").write_text(json.dumps(generation))
+        return folder
+
+    return write

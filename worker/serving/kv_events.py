@@ -1,4 +1,4 @@
-"""Publishes what the prefix cache holds as vLLM does, for routers that read its KV events (docs/kv_events.md).
+"""Publishes what the prefix cache holds as vLLM does, for routers that read its KV events (docs/kv_transfer.md).
 
     cache ─events─▶ loop: one numbered batch per turn ─queue─▶ thread ─┬─▶ PUB     [topic, number, payload]
                                                                       └─▶ ROUTER  replays kept batches on request

@@ -2,14 +2,13 @@
 
     reserved · prefill_started · prefill_done ─▶ answers ┐
     prompt_logprobs · leaving                 ─▶ answers │
-    token                                     ─▶ outputs ├─ take ─▶ the stream's writer, in this order
+    token · tokens                            ─▶ tokens  ├─ take ─▶ the stream's writer, in this order
     handoff_done · failed                     ─▶ ends    │
     waiting                                   ─▶ waits   │
     what the cache holds                      ─▶ news    ┘
 
-A token goes straight into the pending StepOutputs: as a row of its columns where there is nothing else to tell, and the
-router takes them. While the writer waits for a slow router, the tokens of a choice merge into one SequenceOutput; a
-message that has reached its size is closed, and the next one begun.
+A token is a row of the pending StepOutputs. While the writer waits for a slow router, the rows of more steps join that
+message, until it has reached its size and the next one begins.
 Never awaits: memory is bounded by what the requests themselves may generate.
 """
 
@@ -22,9 +21,9 @@ from typing import TypeAlias
 from engine.step import SampledToken
 from tandem.convert import failed_to_proto, finish_reason_to_proto, logprobs_to_proto, wait_reason_to_proto
 from tandem.errors import TandemError
-from tandem.types import FinishReason, Handle, Incarnation, TokenId, TokenLogprobs, WaitReason
+from tandem.types import FinishReason, Handle, Incarnation, TokenLogprobs, WaitReason
 from tandem.v1 import worker_pb2
-from worker.ports import TokenColumns
+from worker.ports import TokenColumns, TokenExtra
 from worker.serving.cache_reports import CacheNews
 
 MAX_TOKENS_PER_MESSAGE = 16384
@@ -37,13 +36,11 @@ _ByHandle: TypeAlias = dict[Handle, list[worker_pb2.ConnectResponse]]
 class RouterSession:
     """Handed to the worker's core with every request of this router, and emptied by one writer task."""
 
-    def __init__(self, router_incarnation: Incarnation, *, takes_columns: bool = False) -> None:
-        """`takes_columns`: whether the router reads the columns of StepOutputs."""
+    def __init__(self, router_incarnation: Incarnation) -> None:
         self.router_incarnation = router_incarnation
-        self._takes_columns = takes_columns
         self._open: set[Handle] = set()
         self._answers: _ByHandle = {}
-        self._outputs = _PendingOutputs(takes_columns)
+        self._tokens = _PendingTokens()
         self._ends: _ByHandle = {}
         self._waits: dict[WaitReason, worker_pb2.ConnectResponse] = {}
         self._filled = asyncio.Event()
@@ -89,17 +86,16 @@ class RouterSession:
         score: float | None = None,
     ) -> None:
         """See `worker.ports.RouterPort`."""
-        if handle in self._open:
-            self._outputs.add(handle, index, offset, token, finish_reason, score)
-            self._filled.set()
+        is_bare = token.logprobs is None and finish_reason is None and score is None
+        extra = None if is_bare else TokenExtra(token.logprobs, finish_reason, score)
+        columns = TokenColumns()
+        columns.add(handle, index, offset, token.token_id, extra)
+        self.tokens(columns)
 
     def tokens(self, columns: TokenColumns) -> None:
         """See `worker.ports.RouterPort`."""
-        if self._open.issuperset(columns.handles) and self._outputs.add_columns(columns):
-            self._filled.set()
-            return
-        for handle, index, offset, token_id in columns.rows():
-            self.token(handle, index, offset, SampledToken(token_id, None), None)
+        self._tokens.add(columns if self._open.issuperset(columns.handles) else columns.of(self._open))
+        self._filled.set()
 
     def handoff_done(self, handle: Handle, num_bytes: int, seconds: float) -> None:
         """See `worker.ports.RouterPort`."""
@@ -134,7 +130,7 @@ class RouterSession:
         """The router wants nothing more of it: what has not been taken is dropped."""
         self._open.discard(handle)
         self._answers.pop(handle, None)
-        self._outputs.discard(handle)
+        self._tokens.discard(handle)
         self._ends.pop(handle, None)
 
     async def wait(self) -> None:
@@ -144,11 +140,11 @@ class RouterSession:
     def take(self) -> list[worker_pb2.ConnectResponse]:
         """Everything, in the order to be written; of what the cache holds, a part."""
         answers, self._answers = self._answers, {}
-        outputs, self._outputs = self._outputs, _PendingOutputs(self._takes_columns)
+        tokens, self._tokens = self._tokens, _PendingTokens()
         ends, self._ends = self._ends, {}
         waits, self._waits = self._waits, {}
         self._filled.clear()
-        return [*_flat(answers), *outputs.messages(), *_flat(ends), *waits.values(), *self._cache_changes()]
+        return [*_flat(answers), *tokens.messages(), *_flat(ends), *waits.values(), *self._cache_changes()]
 
     def _cache_changes(self) -> Iterator[worker_pb2.ConnectResponse]:
         """One message at most: tokens do not wait for all that a large cache has to tell."""
@@ -167,131 +163,60 @@ class RouterSession:
             self._filled.set()
 
 
-class _PendingMessage:
-    """One StepOutputs message while it fills. A choice's first bare token is a row, all others merge in an output.
+class _PendingTokens:
+    """Tokens that have not been taken, as the columns of the messages that will carry them.
 
-    Rows come one by one, or all of a step at once: those are kept as they are, and then no others are added.
+    INVARIANT: the tokens of a choice come without a gap (checked by the router, test_router_session).
     """
 
-    __slots__ = ("_columns", "_merging", "_outputs", "_response", "_rows", "_takes_columns", "weight")
+    __slots__ = ("_messages", "_weight")
 
-    def __init__(self, takes_columns: bool) -> None:
-        self._takes_columns = takes_columns
-        self._response = worker_pb2.ConnectResponse()
-        self._outputs = self._response.step_outputs.outputs
-        self._merging: dict[tuple[Handle, int], worker_pb2.SequenceOutput] = {}
-        self._rows: dict[tuple[Handle, int], tuple[int, TokenId]] = {}
-        """Offset and token by choice."""
-        self._columns: TokenColumns | None = None
-        self.weight = 0
+    def __init__(self) -> None:
+        self._messages: list[TokenColumns] = []
+        self._weight = 0
+        """Of the last message."""
 
-    def add(
-        self,
-        handle: Handle,
-        index: int,
-        offset: int,
-        token: SampledToken,
-        finish_reason: FinishReason | None,
-        score: float | None,
-    ) -> None:
-        """INVARIANT: a choice's tokens come without a gap (checked by the router, test_router_session)."""
-        self.weight += 1
-        key = handle, index
-        output = self._merging.get(key)
-        if output is None:
-            is_bare = token.logprobs is None and finish_reason is None and score is None
-            if is_bare and self._takes_columns and self._columns is None and key not in self._rows:
-                self._rows[key] = offset, token.token_id
-                return
-            output = self._outputs.add(handle=handle, index=index, offset=offset, token_ids=(token.token_id,))
-            self._merging[key] = output
+    def add(self, columns: TokenColumns) -> None:
+        """Appends rows to the last message, or begins a new one with them if that is full; takes `columns` over."""
+        if not self._messages or self._weight >= MAX_TOKENS_PER_MESSAGE:
+            self._messages.append(columns)
+            self._weight = 0
         else:
-            output.token_ids.append(token.token_id)
-        if token.logprobs is not None:
-            output.logprobs.append(logprobs_to_proto(token.logprobs))
-            self.weight += _TOKENS_PER_LOGPROB * (1 + len(token.logprobs.top))
-        if finish_reason is not None:
-            output.finish_reason = finish_reason_to_proto(finish_reason)
-        if score is not None:
-            output.score = score
-
-    def add_columns(self, columns: TokenColumns) -> bool:
-        """Takes over a step's rows; False if it cannot, since rows or tokens of these choices are here."""
-        if not self._takes_columns or self._rows or self._columns is not None:
-            return False
-        if self._merging and not {handle for handle, _ in self._merging}.isdisjoint(columns.handles):
-            return False
-        self._columns = columns
-        self.weight += len(columns.handles)
-        return True
+            self._messages[-1].extend(columns)
+        self._weight += len(columns.handles)
+        for extra in columns.extras.values():
+            if extra.logprobs is not None:
+                self._weight += _TOKENS_PER_LOGPROB * (1 + len(extra.logprobs.top))
 
     def discard(self, handle: Handle) -> None:
-        """Drops what waits of one request."""
-        if self._columns is not None and handle in self._columns.handles:
-            columns, self._columns = self._columns, TokenColumns()
-            for row in columns.rows():
-                if row[0] != handle:
-                    self._columns.add(*row)
-        for key in [key for key in self._rows if key[0] == handle]:
-            del self._rows[key]
-        for key in [key for key in self._merging if key[0] == handle]:
-            del self._merging[key]
-            self._outputs.remove(next(each for each in self._outputs if (each.handle, each.index) == key))
-
-    def taken(self) -> worker_pb2.ConnectResponse | None:
-        """The message; None if it holds nothing."""
-        columns = self._columns or TokenColumns()
-        for (handle, index), (offset, token_id) in self._rows.items():
-            columns.add(handle, index, offset, token_id)
-        if columns.handles:
-            step = self._response.step_outputs
-            step.handles.extend(columns.handles)
-            step.offsets.extend(columns.offsets)
-            step.token_ids.extend(columns.token_ids)
-            if any(columns.indexes):
-                step.indexes.extend(columns.indexes)
-        return self._response if columns.handles or self._outputs else None
-
-
-class _PendingOutputs:
-    """StepOutputs messages that have not been taken; tokens merge within the last one."""
-
-    __slots__ = ("_closed", "_current", "_takes_columns")
-
-    def __init__(self, takes_columns: bool) -> None:
-        self._takes_columns = takes_columns
-        self._closed: list[_PendingMessage] = []
-        self._current = _PendingMessage(takes_columns)
-
-    def add(
-        self,
-        handle: Handle,
-        index: int,
-        offset: int,
-        token: SampledToken,
-        finish_reason: FinishReason | None,
-        score: float | None,
-    ) -> None:
-        """Into the last message, or into a new one if that is full."""
-        if self._current.weight >= MAX_TOKENS_PER_MESSAGE:
-            self._closed.append(self._current)
-            self._current = _PendingMessage(self._takes_columns)
-        self._current.add(handle, index, offset, token, finish_reason, score)
-
-    def add_columns(self, columns: TokenColumns) -> bool:
-        """Into the last message; False if they do not fit there, or cannot be kept as columns."""
-        if self._current.weight + len(columns.handles) > MAX_TOKENS_PER_MESSAGE:
-            return False
-        return self._current.add_columns(columns)
-
-    def discard(self, handle: Handle) -> None:
-        """Drops what waits of one request."""
-        for message in (*self._closed, self._current):
-            message.discard(handle)
+        """Drops the rows of one request."""
+        for number, columns in enumerate(self._messages):
+            if handle in columns.handles:
+                self._messages[number] = columns.of({*columns.handles} - {handle})
 
     def messages(self) -> Iterator[worker_pb2.ConnectResponse]:
-        """All that hold anything, oldest first."""
-        return (taken for each in (*self._closed, self._current) if (taken := each.taken()) is not None)
+        """Yields a message for all columns that have a row, oldest first."""
+        for columns in self._messages:
+            if columns.handles:
+                yield worker_pb2.ConnectResponse(step_outputs=columns_to_proto(columns))
+
+
+def columns_to_proto(columns: TokenColumns) -> worker_pb2.StepOutputs:
+    """Returns the message that carries these rows."""
+    step = worker_pb2.StepOutputs(
+        handles=columns.handles,
+        indexes=columns.indexes if any(columns.indexes) else (),
+        offsets=columns.offsets,
+        token_ids=columns.token_ids,
+    )
+    for row, (logprobs, finish_reason, score) in columns.extras.items():
+        step.extras.add(
+            row=row,
+            logprobs=None if logprobs is None else logprobs_to_proto(logprobs),
+            finish_reason=finish_reason_to_proto(finish_reason),
+            score=score,
+        )
+    return step
 
 
 def _flat(responses: _ByHandle) -> Iterator[worker_pb2.ConnectResponse]:

@@ -52,7 +52,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
     ) -> None:
         """One router's stream."""
         hello = await self._hello(request_iterator)
-        session = RouterSession(Incarnation(hello.router_incarnation), takes_columns=hello.takes_columns)
+        session = RouterSession(Incarnation(hello.router_incarnation))
         _log.info("router connected", router=session.router_incarnation, peer=context.peer())
         reader = asyncio.create_task(self._read(request_iterator, session), name="connect-reader")
         writer = asyncio.create_task(self._write(context, session), name="connect-writer")

@@ -15,7 +15,7 @@ import grpc.aio
 from safetensors.torch import load_file, save_file
 
 from engine.engine_thread import MAX_FAILURES
-from tandem.convert import group_to_proto
+from tandem.convert import deltas_from_proto, group_to_proto
 from tandem.types import GroupSpec, TokenId
 from tandem.v1 import worker_pb2, worker_pb2_grpc
 from tests.fake_registry import becomes_ready, listening
@@ -52,10 +52,10 @@ async def completion(call: Any) -> list[int]:
         while True:
             answer = await call.read()
             assert not answer.HasField("failed"), answer.failed.message
-            for output in answer.step_outputs.outputs:
-                assert output.offset == len(tokens)
-                tokens.extend(output.token_ids)
-                if output.finish_reason:
+            for _, delta in deltas_from_proto(answer.step_outputs):
+                assert delta.offset == len(tokens)
+                tokens.extend(delta.token_ids)
+                if delta.finish_reason:
                     return tokens
 
 

@@ -19,13 +19,11 @@ LIES: dict[str, tuple[tuple[int, ...], FinishReason | None]] = {
     "beyond the vocabulary, among others": ((97, 98, 4_000_000_000, 99), None),
     "more tokens than asked for": ((97,) * 100_001, None),
     "one token too many": ((97,) * LENGTH, FinishReason.LENGTH),
-    "an end without a token": ((), FinishReason.STOP),
     "an end by length before it": ((97,), FinishReason.LENGTH),
     "an end by a token that ends nothing": ((97,), FinishReason.STOP),
     "no end with the token that ends": ((END,), None),
     "tokens behind the one that ends": ((97, END, 98), None),
     "no end at the full length": ((97,) * (LENGTH - 1), None),
-    "nothing at all": ((), None),
 }
 
 

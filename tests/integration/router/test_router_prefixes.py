@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tandem.prefix_hash import block_hashes
+from shell.prefix_hash import block_hashes
 from tandem.types import Role, TokenId
 from tandem.v1 import inference_pb2 as pb
 

@@ -14,7 +14,7 @@ from engine.block_pool import BlockPool
 from engine.host_tier import HostTier
 from engine.prefix_cache import PrefixCache
 from engine.prefix_tree import decode
-from tandem.prefix_hash import block_hashes
+from shell.prefix_hash import block_hashes
 
 SIZE, NUM_BLOCKS = 2, 12
 

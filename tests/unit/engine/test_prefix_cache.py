@@ -6,8 +6,8 @@ import pytest
 
 from engine.block_pool import BlockPool, PoolExhausted
 from engine.prefix_cache import PrefixCache
+from shell.prefix_hash import block_hashes
 from tandem.lifecycle import BlockState
-from tandem.prefix_hash import block_hashes
 
 SIZE = 4
 

@@ -6,7 +6,7 @@ import pytest
 
 from router import prefix_map
 from router.prefix_map import EXPECT_S, Prefix, PrefixMap
-from tandem.prefix_hash import block_hashes
+from shell.prefix_hash import block_hashes
 from tandem.types import TokenId
 
 TOKENS = tuple(map(TokenId, range(100)))

@@ -1,11 +1,13 @@
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from models.files.checkpoint import CheckpointInfo
+from models.files.checkpoint import CheckpointInfo, read_checkpoint
 from router.sampling import SamplingRequest as Options
 from router.sampling import num_choices, num_seqs, resolve_sampling
 from tandem.errors import InvalidRequest
@@ -22,6 +24,11 @@ def resolve(
     return resolve_sampling(
         options, info, num_prompt_tokens, LIMITS, lambda: SEED, max_sequence_tokens=max_sequence_tokens
     )
+
+
+@pytest.fixture
+def info(write_checkpoint: Callable[..., Path]) -> CheckpointInfo:
+    return read_checkpoint(str(write_checkpoint()))
 
 
 def test_an_empty_message_gets_the_documented_defaults(info: CheckpointInfo) -> None:

@@ -18,10 +18,10 @@ from shell.config import (
     load,
 )
 from shell.core_loans import CoreLoan
+from shell.removed_options import REMOVED
 from tandem.errors import ConfigError
 from tandem.option_values import SizedFolder
 from tandem.options import options_of
-from tandem.removed_options import REMOVED
 
 COMMANDS: list[type[Any]] = [RouterConfig, PrefillConfig, DecodeConfig, ServeConfig, ClientConfig]
 

@@ -26,12 +26,13 @@ from tandem.types import (
     Role,
     SamplingParams,
     TokenDelta,
+    TokenId,
     TokenLogprobs,
     WorkerInfo,
     WorkerLoad,
 )
 from tandem.v1 import inference_pb2, registry_pb2, worker_pb2
-from tests.fake_stream import delta_to_proto
+from tests.fake_stream import step_of
 
 UINT32 = st.integers(0, 2**32 - 1)
 FLOAT32 = st.floats(width=32, allow_nan=False)
@@ -71,13 +72,13 @@ LOGPROBS = st.builds(
 )
 DELTAS: st.SearchStrategy[TokenDelta] = st.builds(
     TokenDelta,
-    offset=UINT32,
-    token_ids=TOKEN_IDS,
+    offset=st.integers(0, 2**31),
+    token_ids=st.lists(UINT32, min_size=1, max_size=5).map(tuple),
     index=UINT32,
-    logprobs=st.lists(LOGPROBS, max_size=3).map(tuple),
+    logprobs=st.just(()) | st.lists(LOGPROBS, min_size=5, max_size=5).map(tuple),
     finish_reason=st.none() | st.sampled_from(FinishReason),
-    score=st.none(),
-)
+    score=st.none() | FLOAT32,
+).map(lambda delta: delta._replace(logprobs=delta.logprobs[: len(delta.token_ids)]))
 INFO_NAMES = (
     *("worker_id", "incarnation", "address", "model", "device"),
     *("config_fingerprint", "model_fingerprint", "layout_fingerprint"),
@@ -129,17 +130,35 @@ def test_a_group_survives_the_wire(spec: GroupSpec) -> None:
     assert convert.group_from_proto(worker_pb2.Group.FromString(wire)) == spec
 
 
+def over_the_wire(step: worker_pb2.StepOutputs) -> list[tuple[Handle, TokenDelta]]:
+    return convert.deltas_from_proto(worker_pb2.StepOutputs.FromString(step.SerializeToString()))
+
+
 @given(DELTAS)
 def test_a_delta_survives_the_wire(delta: TokenDelta) -> None:
-    message = delta_to_proto(Handle(7), delta)
-
-    assert message.handle == 7
-    assert convert.delta_from_proto(worker_pb2.SequenceOutput.FromString(message.SerializeToString())) == delta
+    assert over_the_wire(step_of(Handle(7), delta)) == [(7, delta)]
 
 
-def test_columns_of_different_lengths_are_refused() -> None:
-    step = worker_pb2.StepOutputs(handles=[1, 2], offsets=[0], token_ids=[5, 6])
+def test_rows_of_a_choice_are_one_delta_up_to_a_gap_or_its_end() -> None:
+    deltas = [
+        TokenDelta(0, (TokenId(1), TokenId(2))),
+        TokenDelta(5, (TokenId(3),), finish_reason=FinishReason.STOP),
+        TokenDelta(6, (TokenId(4),)),
+    ]
 
+    assert over_the_wire(step_of(Handle(7), *deltas)) == [(7, each) for each in deltas]
+
+
+@pytest.mark.parametrize(
+    "step",
+    [
+        worker_pb2.StepOutputs(handles=[1, 2], offsets=[0], token_ids=[5, 6]),
+        worker_pb2.StepOutputs(
+            handles=[1], offsets=[0], token_ids=[5], extras=[worker_pb2.TokenExtra(row=1, score=1.0)]
+        ),
+    ],
+)
+def test_columns_of_different_lengths_and_extras_of_no_row_are_refused(step: worker_pb2.StepOutputs) -> None:
     with pytest.raises(InvalidOutput):
         convert.deltas_from_proto(step)
 

@@ -52,7 +52,7 @@ SPANS: tuple[ReadableSpan, ...] = ()
 
 
 def lines(caplog: pytest.LogCaptureFixture) -> list[str]:
-    return [record.getMessage() for record in caplog.records if record.name.startswith("tandem")]
+    return [record.getMessage() for record in caplog.records if record.name.startswith("shell")]
 
 
 def test_one_failing_spell_is_one_warning_and_its_end_one_line(caplog: pytest.LogCaptureFixture) -> None:
@@ -295,7 +295,7 @@ def test_without_the_package_for_http_the_log_names_it(
     endpoint_of.setenv("OTEL_EXPORTER_OTLP_PROTOCOL", "http/protobuf")
     with tracing("tandem-router") as tracer:
         assert tracer is None
-    (warning,) = [record for record in caplog.records if record.name.startswith("tandem")]
+    (warning,) = [record for record in caplog.records if record.name.startswith("shell")]
     assert "opentelemetry-exporter-otlp-proto-http" in warning.fields["obstacle"]  # type: ignore[attr-defined]
 
 

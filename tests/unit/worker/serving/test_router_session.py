@@ -6,10 +6,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.step import SampledToken
-from tandem.convert import delta_from_proto, deltas_from_proto
+from tandem.convert import deltas_from_proto
 from tandem.errors import Overloaded
 from tandem.types import FinishReason, Handle, Incarnation, TokenDelta, TokenId, TokenLogprobs, WaitReason
-from tandem.v1 import worker_pb2
+from tandem.v1 import inference_pb2, worker_pb2
 from worker.ports import TokenColumns
 from worker.serving.router_session import MAX_TOKENS_PER_MESSAGE, RouterSession
 
@@ -43,11 +43,7 @@ def delta(offset: int, *token_ids: int, index: int = 0, finish: FinishReason | N
 
 def outputs(responses: list[worker_pb2.ConnectResponse]) -> list[list[tuple[int, TokenDelta]]]:
     """Per StepOutputs message, the deltas in it."""
-    return [
-        [(each.handle, delta_from_proto(each)) for each in response.step_outputs.outputs]
-        for response in responses
-        if response.HasField("step_outputs")
-    ]
+    return [deltas_from_proto(response.step_outputs) for response in responses if response.HasField("step_outputs")]
 
 
 def kinds(session: RouterSession) -> list[str | None]:
@@ -240,36 +236,6 @@ def test_however_it_is_taken_every_token_arrives_once_and_in_order(steps: list[t
     assert arrived == told
 
 
-@given(
-    st.lists(st.tuples(st.sampled_from((A, B)), st.integers(0, 1), st.integers(0, 9), st.booleans()), max_size=40),
-    st.booleans(),
-)
-def test_columns_tell_the_tokens_that_outputs_tell(said: list[tuple[Handle, int, int, bool]], drops: bool) -> None:
-    def told(*, takes_columns: bool) -> dict[tuple[int, int], list[tuple[int, int]]]:
-        session = RouterSession(Incarnation("router"), takes_columns=takes_columns)
-        offsets = defaultdict[tuple[Handle, int], int](int)
-        tokens = defaultdict[tuple[int, int], list[tuple[int, int]]](list)
-
-        def take() -> None:
-            for response in session.take():
-                for each, delta in deltas_from_proto(response.step_outputs):
-                    tokens[each, delta.index] += enumerate(delta.token_ids, delta.offset)
-
-        for handle in (A, B):
-            session.open_handle(handle)
-        for handle, index, token_id, is_taken in said:
-            say(session, handle, offsets[handle, index], token_id, index=index)
-            offsets[handle, index] += 1
-            if is_taken:
-                take()
-        if drops:
-            session.close_handle(A)
-        take()
-        return tokens
-
-    assert told(takes_columns=True) == told(takes_columns=False)
-
-
 def _arrive(session: RouterSession, arrived: dict[tuple[int, int], list[tuple[int, int]]]) -> None:
     for response in session.take():
         for handle, each in deltas_from_proto(response.step_outputs):
@@ -283,12 +249,12 @@ _STEP = st.tuples(
 )
 
 
-@given(st.lists(_STEP, max_size=12), st.booleans())
+@given(st.lists(_STEP, max_size=12))
 def test_a_steps_tokens_told_at_once_are_those_told_one_by_one(
-    steps: list[tuple[list[tuple[Handle, int]], str, str]], takes_columns: bool
+    steps: list[tuple[list[tuple[Handle, int]], str, str]],
 ) -> None:
     def told(*, at_once: bool) -> dict[tuple[int, int], list[tuple[int, int]]]:
-        session = RouterSession(Incarnation("router"), takes_columns=takes_columns)
+        session = RouterSession(Incarnation("router"))
         offsets = defaultdict[tuple[Handle, int], int](int)
         arrived = defaultdict[tuple[int, int], list[tuple[int, int]]](list)
         for handle in (A, B):  # the third one is not open
@@ -302,7 +268,7 @@ def test_a_steps_tokens_told_at_once_are_those_told_one_by_one(
             if at_once and how == "tokens":
                 session.tokens(columns)
             else:
-                for each, index, offset, token_id in columns.rows():
+                for each, index, offset, token_id, _ in columns.rows():
                     say(session, each, offset, token_id, index=index)
             if then == "A is released":
                 session.close_handle(A)
@@ -314,14 +280,17 @@ def test_a_steps_tokens_told_at_once_are_those_told_one_by_one(
     assert told(at_once=True) == told(at_once=False)
 
 
-def test_a_token_with_something_else_to_tell_is_no_row() -> None:
-    session = RouterSession(Incarnation("router"), takes_columns=True)
-    session.open_handle(A)
+def test_what_is_told_beside_a_token_hangs_off_its_row() -> None:
+    session = session_of(A)
     say(session, A, 0, 5)
     say(session, A, 1, 6, index=1, logprobs=LOGPROBS)
     say(session, A, 2, 7, index=2, finish=FinishReason.STOP)
 
     (response,) = session.take()
 
-    assert list(response.step_outputs.token_ids) == [5]
-    assert [list(each.token_ids) for each in response.step_outputs.outputs] == [[6], [7]]
+    step = response.step_outputs
+    assert (list(step.token_ids), list(step.offsets), list(step.indexes)) == ([5, 6, 7], [0, 1, 2], [0, 1, 2])
+    assert [(each.row, each.finish_reason) for each in step.extras] == [
+        (1, inference_pb2.FINISH_REASON_UNSPECIFIED),
+        (2, inference_pb2.FINISH_REASON_STOP),
+    ]

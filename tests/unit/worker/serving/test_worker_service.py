@@ -129,7 +129,7 @@ async def test_requests_reach_the_core_and_its_answers_the_router(core: Recordin
     grant = worker_pb2.Grant(handle=2, ticket=b"t", kv_endpoint=b"e")
     await stream.write(worker_pb2.ConnectRequest(grant=grant))
     prefill_done = (await stream.read()).prefill_done
-    (first,) = (await stream.read()).step_outputs.outputs
+    first = (await stream.read()).step_outputs
     handoff_done = (await stream.read()).handoff_done
     waiting = (await stream.read()).waiting
 
@@ -137,7 +137,7 @@ async def test_requests_reach_the_core_and_its_answers_the_router(core: Recordin
     assert started.handle == 2
     assert (waiting.reason, list(waiting.handles)) == (worker_pb2.WAIT_REASON_HANDOFF, [2])
     assert (reserved.handle, reserved.ticket, reserved.kv_endpoint) == (1, b"ticket", b"endpoint")
-    assert (first.handle, list(first.token_ids)) == (2, [5])
+    assert (list(first.handles), list(first.token_ids)) == ([2], [5])
     assert (prefill_done.queue_seconds, prefill_done.prefill_seconds) == (0.5, 0.25)
     assert (handoff_done.transfer_bytes, handoff_done.transfer_seconds) == (4096, 0.125)
 
@@ -159,9 +159,10 @@ async def test_a_steps_tokens_arrive_in_one_message(core: RecordingCore, stream:
     say(core.sessions[0], 1, 1, 5, FinishReason.STOP)
     say(core.sessions[0], 2, 1, 6)
 
-    outputs = (await stream.read()).step_outputs.outputs
+    step = (await stream.read()).step_outputs
 
-    assert [(each.handle, each.offset, list(each.token_ids)) for each in outputs] == [(1, 1, [5]), (2, 1, [6])]
+    assert (list(step.handles), list(step.offsets), list(step.token_ids)) == ([1, 2], [1, 1], [5, 6])
+    assert [each.row for each in step.extras] == [0]
 
 
 async def test_a_refusal_fails_one_sequence_and_not_the_stream(core: RecordingCore, stream: Call) -> None:
@@ -191,7 +192,7 @@ async def test_nothing_is_told_of_what_was_released(core: RecordingCore, stream:
     session.failed(Handle(1), Overloaded("late"))
     say(session, 2, 0, 6)
 
-    assert [each.handle for each in (await stream.read()).step_outputs.outputs] == [2]
+    assert list((await stream.read()).step_outputs.handles) == [2]
     assert core.calls.count(("release", 1)) == 2, "release is the core's to make idempotent"
 
 
@@ -273,4 +274,4 @@ async def test_routers_do_not_hear_of_each_other(core: RecordingCore, connect: C
     say(core.sessions[1], 1, 0, 5)
     say(core.sessions[0], 1, 0, 6)
 
-    assert [list((await call.read()).step_outputs.outputs[0].token_ids) for call in calls] == [[6], [5]]
+    assert [list((await call.read()).step_outputs.token_ids) for call in calls] == [[6], [5]]
