@@ -141,7 +141,7 @@ gpu:
 gen: install $(GEN)/.installed
 	PYTHON=$(BIN)/python GEN=$(GEN) bash .ci/gen.sh .
 
-## screenshot  the README's picture of the admin page, taken by its test in headless Chromium
+## screenshot  docs/observability.md's picture of the admin page, taken by its test in headless Chromium
 .PHONY: screenshot
 screenshot: install
 	UPDATE_SCREENSHOT=1 REQUIRE_PROGRAMS=1 $(BIN)/python -m pytest tests/e2e/test_admin_page.py -k picture

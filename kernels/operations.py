@@ -142,9 +142,9 @@ class Operations(Protocol):
         routing: Routing,
         shared_gate: LinearMap | None = None,
     ) -> ExpertMaps | None:
-        """Of scores `[X, E]`, and of each expert its `gated_linear` and `linear`; None where that gains nothing.
-
-        With `shared_gate` `[1, E]` the last of `mlps` is one more, which every token has, by that map's sigmoid.
+        """Returns one map of scores `[X, E]` and each expert's `gated_linear` and `linear`, or None if one map gains
+        nothing. With `shared_gate` `[1, E]` the last of `mlps` is the expert that every token has, scaled by the
+        sigmoid of that gate.
         """
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:

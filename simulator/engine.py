@@ -39,7 +39,7 @@ class _Run:
 
 
 class Host:
-    """What runs at a time on one machine."""
+    """Engines that compute at a time on one machine."""
 
     def __init__(self, sharing: Sharing, name: str = "") -> None:
         self.name = name if sharing != Sharing() else ""
@@ -47,10 +47,10 @@ class Host:
         self._sharing = sharing
         self._running: list[_Run] = []
         self._at_s = 0.0
-        """Up to when what is left of them was counted."""
+        """Time up to which the remaining work of all runs was counted."""
 
     def begin(self, run: _Run) -> None:
-        """From now on it computes."""
+        """Adds a run, which computes from now on."""
         run.began_s = self._advance()
         self._running.append(run)
         if len(self._running) == 1 and self._sharing != Sharing():
@@ -87,15 +87,15 @@ class Host:
 
 
 class SimulatedEngine:
-    """Steps run one after the other, in order of launch."""
+    """An engine that runs steps one after the other, in order of launch."""
 
     def __init__(self, costs: StepCosts, host: Host, rng: Random, jitter: float = 0.0) -> None:
-        """`jitter`: as `CostModel` has it."""
+        """`jitter` is `CostModel.jitter`."""
         self.num_steps = 0
         self.busy_s = 0.0
         """Time in steps."""
         self.prompt_s = 0.0
-        """Of that, what their prompt tokens added."""
+        """Seconds that prompt tokens added to the steps."""
         self._costs = costs
         self._host = host
         self._rng = rng

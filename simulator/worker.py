@@ -44,7 +44,7 @@ MODEL = "simulated"
 
 @dataclass(frozen=True, slots=True)
 class ElasticOptions:
-    """Of elastic workers, as an operator sets them."""
+    """Options of elastic workers, as an operator sets them."""
 
     inter_token_objective_s: float | None = None
     """None = a multiple of the measured steps."""
@@ -67,7 +67,7 @@ class Link:
 
 
 class SimulatedWorker:
-    """Its lives, one after the other."""
+    """A worker over all its lives."""
 
     def __init__(
         self,
@@ -85,7 +85,7 @@ class SimulatedWorker:
         """`computes_prompts`: whether a decode worker computes all prompts for itself."""
         self.role = role
         self.busy_s = self.prompt_s = 0.0
-        """Of lives that have ended."""
+        """Seconds of lives that have ended."""
         self.queued_tokens_s = self.pool_share_s = 0.0
         """Prompt tokens that waited here, and the share of the pool in use, each times its duration."""
         self.ports: dict[RouterPort, None] = {}
@@ -106,7 +106,7 @@ class SimulatedWorker:
 
     @property
     def info(self) -> WorkerInfo:
-        """Of this life."""
+        """Describes this life of the worker."""
         costs = self._costs
         return WorkerInfo(
             worker_id=WorkerId(self._name),
@@ -135,7 +135,7 @@ class SimulatedWorker:
         self._on_heartbeat(self.info, self._idle_load())
 
     def go(self) -> tuple[RouterPort, ...]:
-        """Is lost, with all it holds; returns who had a request here."""
+        """Ends the life with all that it holds; returns the routers whose requests ran here."""
         self.is_up = False
         self.link.close()
         ports, self.ports = tuple(self.ports), {}
@@ -238,7 +238,7 @@ class _Life:
         return not (load.running_seqs or load.waiting_seqs or load.live_transfers or is_held)
 
     def run(self, beat: Callable[[], None]) -> None:
-        """Steps, and calls `beat` from time to time, until it rests."""
+        """Runs steps, and calls `beat` at intervals, until no work is left."""
         if self._task is None:
             self._task = asyncio.create_task(self.core.run())
             self._schedule(beat, HEARTBEAT_S * self._rng.random())  # a real worker's beats go on while it rests

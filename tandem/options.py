@@ -48,7 +48,7 @@ class Section(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Option:
-    """One option as declared."""
+    """An option as declared."""
 
     section: Section
     name: str
@@ -71,12 +71,12 @@ class Option:
 
     @property
     def is_switch(self) -> bool:
-        """Whether it is `--name` / `--no-name`."""
+        """Whether the option is a pair `--name` / `--no-name`."""
         return isinstance(self.default, bool)
 
     @property
     def is_list(self) -> bool:
-        """Whether it may be repeated, or given once with commas."""
+        """Whether the option may be repeated, or given once with commas."""
         return isinstance(self.default, tuple)
 
     @property
@@ -108,7 +108,7 @@ class Option:
             raise ConfigError(source, f"{error} (got {text!r})") from error
 
     def argv_of(self, value: Any) -> list[str]:
-        """The arguments that give it this value."""
+        """Returns the arguments that give the option this value."""
         if self.is_switch:
             return [self.flag if value else f"--no-{self.name}"]
         if self.is_list:

@@ -34,7 +34,10 @@ class Library:
     __slots__ = ("tier",)
 
     def __init__(self, tier: str | None = None) -> None:
-        """`tier` None takes the highest. Raises InternalError if it cannot run here."""
+        """Loads the library of `tier`; None takes the highest tier.
+
+        Raises InternalError if the tier cannot run here.
+        """
         chosen = tier or best_tier()
         reason = obstacle() if chosen is None else tier_obstacle(chosen)
         if chosen is None or reason is not None:
@@ -66,7 +69,9 @@ class Library:
         return bound
 
     def address(self, name: str) -> int | None:
-        """Of the tier's function, for native code that calls it. Raises InternalError if there is none."""
+        """Returns the address of a function of the tier, for native code. Raises InternalError if the tier lacks the
+        function.
+        """
         return ctypes.cast(self.bind(name), ctypes.c_void_p).value  # type: ignore[arg-type]
 
 

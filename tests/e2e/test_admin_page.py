@@ -1,6 +1,6 @@
 """The admin page in a headless Chromium: what it shows is what the cluster says, live.
 
-`make screenshot` (UPDATE_SCREENSHOT=1) lets the last test take the README's picture, which needs a minute of load.
+`make screenshot` (UPDATE_SCREENSHOT=1) lets the last test take the picture for docs/, which needs a minute of load.
 """
 
 from __future__ import annotations

@@ -53,7 +53,7 @@ class RegistryServicer(registry_pb2_grpc.RegistryServiceServicer):
         return registry_pb2.ListProcessesResponse(ports=self._process_ports)
 
     async def Register(self, request_iterator: AsyncIterator[registry_pb2.RegisterRequest], context: Context) -> None:
-        """One worker's stream. Raises HandshakeMismatch that names the field, InvalidRequest, Unavailable."""
+        """Serves one worker's stream. Raises HandshakeMismatch that names the field, InvalidRequest, Unavailable."""
         info = await self._introduction(request_iterator)
         await self._check_address(info)
         owner = caller_identity().name
