@@ -18,7 +18,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
-from bench.cluster import serve
+from bench.support.cluster import serve
 from tandem.client import AsyncClient
 from tandem.types import Role
 

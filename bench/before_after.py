@@ -28,10 +28,10 @@ from pathlib import Path
 from typing import Any
 
 from bench import lines
-from bench.machine import describe_machine, today
-from bench.markdown import table
 from bench.peers.job import Job
-from bench.peers.model import PEER_SHAPES, write_checkpoint
+from bench.support.checkpoints import PEER_SHAPES, write_checkpoint
+from bench.support.machine import describe_machine, today
+from bench.support.markdown import table
 
 ROOT = Path(__file__).resolve().parents[1]
 RECORD = ROOT / "bench" / "results" / "before-after.json"

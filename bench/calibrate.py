@@ -16,7 +16,7 @@ import uvloop
 
 from bench.peers.served import DISAGGREGATED, TANDEM_SERVERS, tandem_turns, warm_up
 from bench.peers.streams import Stream, StreamClient, fresh_prompts
-from bench.step_timer import StepTimer
+from bench.support.step_timer import StepTimer
 from engine.chunking import ChunkTokens
 from engine.loading import keep_freed_memory
 from engine.step import Step

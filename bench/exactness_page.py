@@ -7,7 +7,7 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
-from bench.markdown import table
+from bench.support.markdown import table
 
 ROOT = Path(__file__).parents[1]
 RECORD = ROOT / "bench" / "results" / "exactness.txt"

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 
-from bench.witness import Asker
+from bench.support.witness import Asker
 from shell.clock import Clock, MonotonicClock
 from tandem.client import AsyncClient, GenerateOptions
 from tandem.errors import TandemError

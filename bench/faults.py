@@ -38,12 +38,12 @@ from dataclasses import asdict, dataclass
 import uvloop
 
 from bench import reliability_page
-from bench.cluster import eventually, serve
 from bench.fault_load import READY_TIMEOUT_S, Call, Load, Question
-from bench.fleet import Fleet
-from bench.ports import free_ports
-from bench.processes import children
 from bench.record import write_record
+from bench.support.cluster import eventually, serve
+from bench.support.fleet import Fleet
+from bench.support.ports import free_ports
+from bench.support.processes import children
 from shell.clock import Clock, MonotonicClock
 from tandem.client import AsyncClient, Client
 from tandem.errors import TandemError

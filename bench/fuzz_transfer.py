@@ -35,7 +35,7 @@ import uvloop
 
 from bench.fuzz_bytes import DECODERS, near, near_decoder, near_fields, near_frame
 from bench.fuzz_pools import NUM_BLOCKS, PRINTS, MakeMemory, memory_for
-from bench.processes import usage
+from bench.support.processes import usage
 from kvtransfer.base import BlockRef, Offer, PoolMemory
 from kvtransfer.connection import Connection
 from kvtransfer.endpoint import Endpoint

@@ -45,15 +45,13 @@ import uvloop
 
 from bench import interference
 from bench.goodput_loads import LOADS, Arrival, Load, stretches
-from bench.goodput_page import bars, image_of, section
+from bench.goodput_page import bars, section
 from bench.goodput_search import FULL, QUICK, Effort, Objectives, RateSearch, misses_allowed, num_stretches, on_grid
 from bench.goodput_trial import Trial, Unloaded, measure_unloaded, objectives_of, run_trial
 from bench.interference import burst_shape
-from bench.machine import cpu_tier
 from bench.pace import Pace
 from bench.peers.bars import interference_documents, served_documents
 from bench.peers.job import peer_dtype
-from bench.peers.model import PEER_SHAPES, write_checkpoint
 from bench.peers.process import end_in_order
 from bench.peers.served import (
     AUTO,
@@ -68,8 +66,9 @@ from bench.peers.served import (
 )
 from bench.peers.served import measure as measure_served
 from bench.peers.streams import StreamClient
-from bench.plot import draw_goodput
 from bench.record import write_record
+from bench.support.checkpoints import PEER_SHAPES, write_checkpoint
+from bench.support.machine import cpu_tier
 from shell.cores import usable_cores
 
 SERVERS: Mapping[str, Sequence[str]] = {**TANDEM_SERVERS, AUTO: AUTO_OPTIONS}
@@ -391,7 +390,6 @@ def main() -> int:
     print("\n".join(section(results)))
     keep(results)
     if args.record:
-        draw_goodput(results, image_of(cpu_tier()))
         write_record(f"goodput-{cpu_tier()}", results)
     return 0
 

@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from bench.goodput_search import ATTAINMENT, ITL_FACTOR, TTFT_FACTOR
-from bench.markdown import table
 from bench.pace import LEAST as LEAST_PACE
 from bench.peers.bars import Bar, compare
 from bench.peers.page import bars_table, interference_section, served_section
 from bench.peers.served import AUTO, COLOCATED, TANDEM_SERVERS, VLLM_SERVER
+from bench.support.markdown import table
 
 _IMAGES = Path(__file__).parents[1] / "docs" / "images"
 VLLM_BAR = 2.0

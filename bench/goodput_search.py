@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from bench.report import quantile
+from simulator.outcomes import quantile
 
 ATTAINMENT = 0.9
 """Share of the requests that must meet both objectives."""
@@ -40,7 +40,7 @@ class Outcome:
     def of(cls, due_s: float, arrivals_s: Sequence[float]) -> Outcome:
         """From when each message with tokens came; at least one did."""
         gaps_s = [later - earlier for earlier, later in pairwise(arrivals_s)]
-        return cls(arrivals_s[0] - due_s, quantile(gaps_s, ITL_QUANTILE) if gaps_s else 0.0)
+        return cls(arrivals_s[0] - due_s, quantile(sorted(gaps_s), ITL_QUANTILE) if gaps_s else 0.0)
 
     def misses_first(self, objectives: Objectives) -> bool:
         """Whether its first token came late, or never."""

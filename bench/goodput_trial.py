@@ -23,7 +23,7 @@ from bench.goodput_search import (
 )
 from bench.peers.process import PeerError
 from bench.peers.streams import Prompt, StreamClient, fresh_prompts
-from bench.report import quantile
+from simulator.outcomes import quantile
 from tandem.errors import TandemError
 
 UNLOADED_LENGTHS_SEED = 1_000_000
@@ -222,4 +222,4 @@ def _prompts(requests: Sequence[Arrival], vocab_size: int, seed: int) -> list[Pr
 def _quantiles_ms(values_s: Sequence[float]) -> dict[str, float] | None:
     if not values_s:
         return None
-    return {f"p{share:g}": quantile(values_s, share / 100) * 1e3 for share in (50, 90)}
+    return {f"p{share:g}": quantile(sorted(values_s), share / 100) * 1e3 for share in (50, 90)}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from bench.markdown import table
+from bench.support.markdown import table
 
 TITLE = "## On a GPU (`make gpu`)\n"
 ABSENT = [

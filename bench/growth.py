@@ -15,9 +15,9 @@ from typing import Any
 import torch
 
 from bench.page import ROOT, read_records
-from bench.peers.model import PEER_SHAPES, write_checkpoint
 from bench.record import write_record
-from bench.step_timer import StepTimer
+from bench.support.checkpoints import PEER_SHAPES, write_checkpoint
+from bench.support.step_timer import StepTimer
 from engine.loading import keep_freed_memory
 from kernels.dispatch import AUTO, select_kernels
 from kernels.operations import Kernels

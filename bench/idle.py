@@ -31,7 +31,6 @@ from typing import Any
 
 import uvloop
 
-from bench.report import quantile
 from decode_worker.scheduler import StepLimits
 from decode_worker.worker import DecodeWorker, WorkerParts, WorkerPolicy
 from engine.loading import load_engine
@@ -43,6 +42,7 @@ from kvtransfer.transports import TCP
 from models.files.checkpoint import read_checkpoint
 from shell.clock import MonotonicClock
 from shell.config import WorkerConfig
+from simulator.outcomes import quantile
 from tandem.errors import TandemError
 from tandem.limits import Limits
 from tandem.types import (
@@ -237,7 +237,7 @@ def summed_up(num_seqs: int, runs: Sequence[Sequence[tuple[float, float]]]) -> I
         num_seqs=num_seqs,
         num_gaps=len(gaps_s),
         idle_p50_ms=statistics.median(gaps_s) * 1e3,
-        idle_p90_ms=quantile(gaps_s, 0.9) * 1e3,
+        idle_p90_ms=quantile(sorted(gaps_s), 0.9) * 1e3,
         step_p50_ms=statistics.median(steps_s) * 1e3,
         cycle_p50_ms=statistics.median(cycles_s) * 1e3,
         idle_share=sum(gaps_s) / (sum(gaps_s) + sum(steps_s)),

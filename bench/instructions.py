@@ -16,9 +16,9 @@ from pathlib import Path
 
 import torch
 
-from bench.peers.model import PEER_SHAPES, write_checkpoint
 from bench.peers.process import PeerProcess, closing_all, end_in_order
-from bench.step_timer import StepTimer
+from bench.support.checkpoints import PEER_SHAPES, write_checkpoint
+from bench.support.step_timer import StepTimer
 from kernels.dispatch import AUTO, select_kernels
 from models.loading import load_model
 

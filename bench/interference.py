@@ -21,7 +21,6 @@ from typing import Any
 
 import uvloop
 
-from bench.peers.model import PEER_SHAPES, write_checkpoint
 from bench.peers.process import end_in_order
 from bench.peers.served import (
     DISAGGREGATED,
@@ -31,8 +30,9 @@ from bench.peers.served import (
     take_turns,
 )
 from bench.peers.streams import Prompt, Stream, StreamClient, fresh_prompts
-from bench.report import quantile
+from bench.support.checkpoints import PEER_SHAPES, write_checkpoint
 from shell.cores import usable_cores
+from simulator.outcomes import quantile
 
 _SMOKE_TOKENS = 1500
 
@@ -74,7 +74,7 @@ class Interference:
             "p99_ratio": burst["p99"] / quiet["p99"],
             "ttft_ms": {
                 "best": min(self.burst_ttft_s) * 1e3,
-                "median": quantile(self.burst_ttft_s, 0.5) * 1e3,
+                "median": quantile(sorted(self.burst_ttft_s), 0.5) * 1e3,
                 "max": max(self.burst_ttft_s) * 1e3,
             },
         }
@@ -159,8 +159,8 @@ def _steady_gaps(streams: Sequence[Stream]) -> list[float]:
 
 def _percentiles(gaps_s: Sequence[float]) -> dict[str, float]:
     return {
-        "p50": quantile(gaps_s, 0.5) * 1e3,
-        "p99": quantile(gaps_s, 0.99) * 1e3,
+        "p50": quantile(sorted(gaps_s), 0.5) * 1e3,
+        "p99": quantile(sorted(gaps_s), 0.99) * 1e3,
         "max": max(gaps_s) * 1e3,
     }
 

@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from bench.markdown import table
+from bench.support.markdown import table
 
 CORE = "core"
 _SOURCES = (".py", ".cpp", ".h")

@@ -18,10 +18,10 @@ from typing import Any
 
 import torch
 
-from bench.machine import cpu_tier
-from bench.peers.model import PEER_SHAPES, write_checkpoint
 from bench.record import write_record
-from bench.step_timer import StepTimer
+from bench.support.checkpoints import PEER_SHAPES, write_checkpoint
+from bench.support.machine import cpu_tier
+from bench.support.step_timer import StepTimer
 from engine.loading import keep_freed_memory
 from kernels.dispatch import AUTO, select_kernels
 from models.loading import load_model

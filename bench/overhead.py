@@ -20,8 +20,8 @@ import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
-from bench.cluster import serve
 from bench.inprocess import run_batch
+from bench.support.cluster import serve
 from engine.loading import load_engine
 from shell.config import WorkerConfig
 from tandem.client import AsyncClient, Timings

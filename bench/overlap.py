@@ -18,10 +18,10 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from bench.cluster import serve
 from bench.overhead import Stream, run_stream
-from bench.peers.model import PEER_SHAPES, PeerShape, write_checkpoint
 from bench.record import write_record
+from bench.support.checkpoints import PEER_SHAPES, PeerShape, write_checkpoint
+from bench.support.cluster import serve
 from tandem.client import AsyncClient
 
 CHUNK_TOKENS = 512

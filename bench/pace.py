@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import torch
 
 from bench.peers.job import peer_dtype
-from bench.timing import time_s
+from bench.support.timing import time_s
 
 LEAST = 0.7
 """A machine that is slower is not the one that the other figures of the run are from."""

@@ -15,10 +15,10 @@ from typing import Any
 from bench import gpu_page
 from bench.goodput_page import section as goodput_section
 from bench.kernels.page import section as kernels_section
-from bench.markdown import table
 from bench.peers.page import section as peers_section
 from bench.prefix_page import section as prefix_section
 from bench.scale_page import control_loop_section, long_prompt_section, router_scale_section
+from bench.support.markdown import table
 from bench.transfer_page import overlap_section, transfer_section
 
 ROOT = Path(__file__).parents[1]

@@ -32,15 +32,15 @@ from typing import Any
 import uvloop
 
 from bench.peers.bars import Bar
-from bench.peers.model import PEER_SHAPES, write_checkpoint
 from bench.peers.process import end_in_order
 from bench.peers.served import TANDEM_SERVERS, VLLM_SERVER, Turn, take_turns, tandem_turns, vllm_turns
 from bench.peers.streams import Stream, StreamClient, tokens_per_s
 from bench.prefix_loads import LOADS, LoadShape, Talk, talks
 from bench.prefix_page import section
 from bench.record import write_record
-from bench.report import quantile
+from bench.support.checkpoints import PEER_SHAPES, write_checkpoint
 from shell.cores import usable_cores
+from simulator.outcomes import quantile
 
 REUSE = (0.5, 0.9)
 FIRST_TOKEN_BAR = 0.25
@@ -70,8 +70,8 @@ class Measured:
         return {
             "requests": len(self.streams),
             "hit_rate": sum(each.cached_tokens for each in self.streams) / self.prompt_tokens,
-            "first_token_p50_ms": quantile(first_s, 0.5) * 1e3,
-            "first_token_p99_ms": quantile(first_s, 0.99) * 1e3,
+            "first_token_p50_ms": quantile(sorted(first_s), 0.5) * 1e3,
+            "first_token_p99_ms": quantile(sorted(first_s), 0.99) * 1e3,
             "tokens_per_s": statistics.median(self.tokens_per_s),
             "transfer_bytes": sum(each.transfer_bytes for each in self.streams) / len(self.streams),
         }

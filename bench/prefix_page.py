@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from bench.markdown import table
 from bench.peers.page import bars_table
+from bench.support.markdown import table
 
 Document = Mapping[str, Any]
 

@@ -17,8 +17,8 @@ from pathlib import Path
 import torch
 
 from bench.kernels.shapes import SHAPE_135M, LayerShape
-from bench.peers.model import PEER_SHAPES, write_checkpoint
-from bench.step_timer import StepTimer, Timing
+from bench.support.checkpoints import PEER_SHAPES, write_checkpoint
+from bench.support.step_timer import StepTimer, Timing
 from engine.loading import keep_freed_memory
 from kernels.cpu.linear import NativeLinear
 from kernels.cpu.tiers import machine_tiers

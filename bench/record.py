@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from bench.machine import describe_machine, today
+from bench.support.machine import describe_machine, today
 from shell.progress import show_on_terminal, track
 
 RUNS: dict[str, list[str]] = {

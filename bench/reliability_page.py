@@ -11,9 +11,9 @@ import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from bench.markdown import table
 from bench.page import RESULTS, ROOT, Record
 from bench.soak_calls import NOT_COUNTED, WANTS_ANSWER
+from bench.support.markdown import table
 
 PAGE = ROOT / "docs" / "reliability.md"
 _PLACE = re.compile(r"(<!-- figures: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)

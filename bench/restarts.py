@@ -24,12 +24,12 @@ from dataclasses import asdict, dataclass
 import uvloop
 
 from bench import reliability_page
-from bench.cluster import Cluster, becomes_idle, serve
 from bench.fault_load import READY_TIMEOUT_S, Load, Question
 from bench.page import RESULTS
-from bench.processes import Usage, children, usage
 from bench.record import write_record
 from bench.soak_round import leaks, survivors
+from bench.support.cluster import Cluster, becomes_idle, serve
+from bench.support.processes import Usage, children, usage
 from engine.loading import resolve_device
 from kvtransfer.transports import usable
 from tandem.client import AsyncClient, Client

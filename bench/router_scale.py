@@ -24,9 +24,9 @@ from typing import Any
 
 import uvloop
 
-from bench.markdown import table
-from bench.ports import free_ports
 from bench.record import write_record
+from bench.support.markdown import table
+from bench.support.ports import free_ports
 from router.faces.tandem.cluster import REGISTRY_SERVICE, RegistryServicer
 from router.placement import Demand
 from router.prefix_map import Prefix, PrefixMap

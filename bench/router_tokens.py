@@ -20,9 +20,9 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from bench.markdown import table
-from bench.ports import free_ports
 from bench.record import write_record
+from bench.support.markdown import table
+from bench.support.ports import free_ports
 from bench.token_stubs import Load
 
 ROOT = Path(__file__).resolve().parents[1]

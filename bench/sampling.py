@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from bench.timing import time_s
+from bench.support.timing import time_s
 from engine.history import TokenHistory, distinct
 from engine.loading import keep_freed_memory
 from engine.penalties import fixed_changes, has_fixed_changes, reads_output

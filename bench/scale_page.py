@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from bench.markdown import table
+from bench.support.markdown import table
 
 _PARTS = ("plan", "prepare", "collect", "apply", "messages", "rest")
 

@@ -2,7 +2,7 @@
 
 Real processes on this machine: two routers, and workers from 1+1 to 2+2 and back, each pool by itself; then a
 rolling restart of everything, as a Deployment with one surge pod does it. Meanwhile callers never pause, and
-check every token (`bench.witness`). Exit code 1 if a request failed, a token was wrong or a process did not
+check every token (`bench.support.witness`). Exit code 1 if a request failed, a token was wrong or a process did not
 leave with code 0.
 """
 
@@ -18,12 +18,12 @@ from functools import partial
 
 import uvloop
 
-from bench.cluster import eventually
-from bench.fleet import Exit, Fleet
-from bench.markdown import table
-from bench.ports import free_ports
 from bench.record import write_record
-from bench.witness import Account, Witness
+from bench.support.cluster import eventually
+from bench.support.fleet import Exit, Fleet
+from bench.support.markdown import table
+from bench.support.ports import free_ports
+from bench.support.witness import Account, Witness
 from tandem.types import Role
 
 NUM_ROUTERS = 2

@@ -26,8 +26,8 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from bench.cluster import POLL_S, becomes_idle, serve
 from bench.record import write_record
+from bench.support.cluster import POLL_S, becomes_idle, serve
 from tandem.client import Client, Completion, GenerateOptions
 from tandem.types import Role
 

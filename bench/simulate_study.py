@@ -11,9 +11,9 @@ from collections.abc import Mapping
 from dataclasses import asdict, replace
 from typing import Any, cast
 
-from bench.markdown import table
 from bench.page import ROOT
 from bench.record import write_record
+from bench.support.markdown import table
 from simulator.cluster import Failures, Fleet, Policy, Setup, simulate
 from simulator.costs import CostModel, StepCosts
 from simulator.outcomes import Slo

@@ -25,9 +25,9 @@ from bench.calibrate import calibrate
 from bench.goodput_loads import LOADS, Arrival, Load, arrivals, stretches
 from bench.goodput_search import QUICK, RateSearch, num_stretches
 from bench.goodput_trial import UNLOADED_LENGTHS_SEED
-from bench.markdown import table
-from bench.peers.model import PEER_SHAPES, write_checkpoint
 from bench.peers.served import AUTO, COLOCATED, DISAGGREGATED, WARM_UP_OUTPUT, WARM_UP_PROMPTS
+from bench.support.checkpoints import PEER_SHAPES, write_checkpoint
+from bench.support.markdown import table
 from shell.cores import usable_cores
 from simulator.cluster import Fleet, Policy, Setup, simulate
 from simulator.costs import CostModel, served

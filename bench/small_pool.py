@@ -36,10 +36,10 @@ from typing import Any
 import uvloop
 from prometheus_client.parser import text_string_to_metric_families
 
-from bench.cluster import becomes_idle, serve
-from bench.random_requests import MAX_PRIORITY, RandomRequest
 from bench.record import write_record
 from bench.soak_calls import Kind, Said, draw_requests, learn, listen, wrong
+from bench.support.cluster import becomes_idle, serve
+from bench.support.random_requests import MAX_PRIORITY, RandomRequest
 from shell.clock import MonotonicClock
 from tandem.client import AsyncClient, Client
 from tandem.errors import TandemError

@@ -48,14 +48,14 @@ from typing import Any
 import uvloop
 
 from bench import reliability_page
-from bench.cluster import Cluster, serve
-from bench.processes import children, fork_server, started_s
-from bench.random_requests import MAX_PRIORITY
 from bench.record import write_record
 from bench.soak_calls import Kind, Manner, draw_requests, learn, merged
 from bench.soak_changes import GUEST, NEW_WEIGHTS
 from bench.soak_model import WEIGHTS, SoakModel
 from bench.soak_round import Account, Round
+from bench.support.cluster import Cluster, serve
+from bench.support.processes import children, fork_server, started_s
+from bench.support.random_requests import MAX_PRIORITY
 from engine.loading import resolve_device
 from kvtransfer.transports import usable
 from shell.clock import MonotonicClock

@@ -16,7 +16,7 @@ from itertools import takewhile
 from random import Random
 from typing import Any, Protocol, Unpack
 
-from bench.random_requests import VOCAB_SIZE, RandomRequest, make_requests, make_sharing_requests
+from bench.support.random_requests import VOCAB_SIZE, RandomRequest, make_requests, make_sharing_requests
 from shell.clock import Clock
 from tandem.client import Choice, Completion, GenerateOptions, GenerationUpdate
 from tandem.errors import Reason, TandemError

@@ -20,10 +20,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from random import Random
 
-from bench.cluster import eventually
-from bench.processes import children, started_s
 from bench.soak_faults import ROUTER
 from bench.soak_model import SoakModel
+from bench.support.cluster import eventually
+from bench.support.processes import children, started_s
 
 NEW_WEIGHTS, GUEST = "new weights", "guest"
 GUESTS = (

@@ -13,8 +13,8 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from random import Random
 
-from bench.processes import children
-from bench.resetting_proxy import ResettingProxy
+from bench.support.processes import children
+from bench.support.resetting_proxy import ResettingProxy
 from shell.clock import MonotonicClock
 from tandem.client import AsyncClient
 from tandem.errors import TandemError

@@ -14,9 +14,6 @@ from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from random import Random
 
-from bench.cluster import Cluster, becomes_idle
-from bench.processes import Usage, children, usage
-from bench.resetting_proxy import ResettingProxy
 from bench.soak_calls import (
     MODEL_CHANGED,
     NOT_COUNTED,
@@ -31,6 +28,9 @@ from bench.soak_calls import (
 from bench.soak_changes import Changes
 from bench.soak_faults import Faults
 from bench.soak_model import SoakModel
+from bench.support.cluster import Cluster, becomes_idle
+from bench.support.processes import Usage, children, usage
+from bench.support.resetting_proxy import ResettingProxy
 from shell.clock import MonotonicClock
 from tandem.client import AsyncClient, Client
 from tandem.errors import TandemError

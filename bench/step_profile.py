@@ -18,11 +18,11 @@ from typing import Any
 import torch
 
 from bench.ceilings import measure_read_gb_s
-from bench.machine import cpu_tier
-from bench.peers.model import PEER_SHAPES, write_checkpoint
 from bench.record import write_record
 from bench.roofline import phase_bytes
-from bench.step_timer import StepTimer
+from bench.support.checkpoints import PEER_SHAPES, write_checkpoint
+from bench.support.machine import cpu_tier
+from bench.support.step_timer import StepTimer
 from engine.loading import keep_freed_memory
 from kernels.cpu.decoder import NativeStep, PhaseClock
 from kernels.cpu.tiers import TIERS

@@ -26,11 +26,11 @@ from typing import Any
 
 import uvloop
 
-from bench.peers.model import PEER_SHAPES, write_checkpoint
 from bench.peers.process import end_in_order
 from bench.peers.served import TANDEM_SERVERS, take_turns, tandem_turns
 from bench.peers.streams import StreamClient, fresh_prompts
 from bench.record import write_record
+from bench.support.checkpoints import PEER_SHAPES, write_checkpoint
 from shell.cores import usable_cores
 
 BAR = 1.02

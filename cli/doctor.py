@@ -33,7 +33,7 @@ _LIBRARIES = (
 _NEEDS_TORCH = "needs torch, which is not installed here: install the extra `worker`"
 PACKAGES = (
     *("cli", "router", "worker", "prefill_worker", "decode_worker", "engine", "kvtransfer", "models", "kernels"),
-    *("tandem", "shell", "bench", "simulator"),
+    *("tandem", "shell", "simulator"),
 )
 """All that an installation brings, at the top level."""
 _GIB = 1024**3

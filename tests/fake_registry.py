@@ -9,7 +9,7 @@ from contextlib import asynccontextmanager
 import grpc.aio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from bench.ports import free_ports
+from bench.support.ports import free_ports
 from shell.rpc.server import RpcServer, Service
 from tandem.v1 import registry_pb2, registry_pb2_grpc
 

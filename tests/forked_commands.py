@@ -40,7 +40,7 @@ _FORK = "--fork-server"
 
 
 class ForkedCommand:
-    """What `bench.cluster` and its tests ask of a `subprocess.Popen`, of a child that was forked."""
+    """What `bench.support.cluster` and its tests ask of a `subprocess.Popen`, of a child that was forked."""
 
     def __init__(self, child: ForkedProcess) -> None:
         assert child.stdout is not None
@@ -88,7 +88,7 @@ class Forking:
         self._one_at_a_time = threading.Lock()
 
     def __call__(self, *arguments: str) -> ForkedCommand:
-        """In place of `bench.cluster.open_command`."""
+        """In place of `bench.support.cluster.open_command`."""
         words = json.dumps([dict(os.environ), os.getcwd(), *arguments])
         command = launch.launch_command(_MODULE, (words,), sorted(os.sched_getaffinity(0)), nice=0)
         with self._one_at_a_time:

@@ -32,7 +32,7 @@ from bench.kernels.operation_calls import linear_calls, quantized_linear_calls, 
 from bench.kernels.product_peers import MakesLinear, OneDnn, has_one_dnn, other_tiers
 from bench.kernels.shapes import CPU_ATTENTION, CUDA_ATTENTION, SHAPE_8B, SHAPE_135M, AttentionShape, LayerShape
 from bench.record import write_record
-from bench.timing import captured_s, time_s
+from bench.support.timing import captured_s, time_s
 from kernels.dispatch import available_backends, select_kernels
 from kernels.operations import Kernels
 from kernels.quantized import QuantForm

@@ -16,7 +16,8 @@ from pathlib import Path
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from bench.timing import Call
+from bench.support.step_timer import two_in_flight
+from bench.support.timing import Call
 from engine.batch import Batch, build_batch
 from engine.graphs import CudaCapturer, DecodeGraphs
 from engine.kv_cache import KvCache
@@ -56,7 +57,7 @@ class LaunchGap:
 
 def measure_gaps(device: torch.device) -> list[LaunchGap]:
     """The model's forward pass launched and captured, and the engine's whole step with graphs."""
-    from bench.peers.model import PEER_SHAPES, write_checkpoint  # needs transformers
+    from bench.support.checkpoints import PEER_SHAPES, write_checkpoint  # needs transformers
 
     with tempfile.TemporaryDirectory() as folder, torch.inference_mode():
         write_checkpoint(PEER_SHAPES[_MODEL], Path(folder))
@@ -99,20 +100,6 @@ def _measure_all(model: LoadedModel, kv_cache: KvCache, kernels: Kernels) -> lis
         measure_gap("captured, whole engine step", lambda: runner.run(step)),
         measure_gap(OVERLAPPED, two_in_flight(runner, step)),
     ]
-
-
-def two_in_flight(runner: Runner, step: Step) -> Call:
-    """Launches a step that the one before it feeds, then waits for that one, as a decode worker does."""
-    fed = Step(tuple(seq._replace(token_ids=(TokenId(0),), feed=number) for number, seq in enumerate(step.seqs)))
-    before = runner.launch(runner.prepare(step), None)
-
-    def call() -> None:
-        nonlocal before
-        launched = runner.launch(runner.prepare(fed), before)
-        runner.collect(before)
-        before = launched
-
-    return call
 
 
 def _forward(model: LoadedModel, kv_cache: KvCache, batch: Batch) -> torch.Tensor:

@@ -22,7 +22,7 @@ from bench.roofline import (
     sampling_cost,
     silu_mul_cost,
 )
-from bench.timing import Call
+from bench.support.timing import Call
 from kernels.operations import LinearMap, Operations, Rotation
 from kernels.quantized import QuantForm, quantize
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from bench.markdown import table
+from bench.support.markdown import table
 
 Rows = list[dict[str, Any]]
 """As `bench.kernels.measurement` documents one measurement each."""

@@ -38,7 +38,6 @@ import uvloop
 from bench import interference
 from bench.ceilings import Ceilings, measure_ceilings
 from bench.interference import BurstShape, burst_shape
-from bench.machine import cpu_tier
 from bench.peers.bars import (
     Documents,
     Roof,
@@ -63,7 +62,6 @@ from bench.peers.engines import (
     run_round,
     warm_up,
 )
-from bench.peers.model import PEER_SHAPES, PeerShape, write_checkpoint
 from bench.peers.page import section
 from bench.peers.process import (
     EngineProcess,
@@ -76,6 +74,8 @@ from bench.peers.process import (
 from bench.peers.served import DISAGGREGATED, TANDEM_SERVERS, VLLM_SERVER, ServedShape, open_servers
 from bench.peers.served import measure as measure_served
 from bench.record import write_record
+from bench.support.checkpoints import PEER_SHAPES, PeerShape, write_checkpoint
+from bench.support.machine import cpu_tier
 from kernels.cpu.tiers import TIERS
 from models.config import load_model_config
 from shell.cores import usable_cores

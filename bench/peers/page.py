@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from bench.markdown import table
 from bench.peers.contenders import OURS, PLAIN, QUANTIZED, VLLM
+from bench.support.markdown import table
 
 Document = Mapping[str, Any]
 Reasons = Mapping[str, str]

@@ -21,7 +21,7 @@ from typing import IO, Any
 
 from bench.peers.contenders import ZENTORCH, Contender, Environments
 from bench.peers.job import Job, JobTimes
-from bench.processes import usage
+from bench.support.processes import usage
 
 ROOT = Path(__file__).parents[2]
 OPEN_TIMEOUT_S = 240.0

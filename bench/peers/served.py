@@ -16,10 +16,10 @@ from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from bench.cluster import serve
 from bench.peers.http import VllmServer, VllmStreams
-from bench.peers.model import CONTEXT_TOKENS
 from bench.peers.streams import StreamClient, TandemStreams, fresh_prompts, tokens_per_s
+from bench.support.checkpoints import CONTEXT_TOKENS
+from bench.support.cluster import serve
 from tandem.client import AsyncClient
 
 COLOCATED = "tandem colocated"

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from bench.inprocess import run_batch
-from bench.machine import cpu_tier
 from bench.peers.job import Job, JobTimes, OpenedEngine, serve_jobs
+from bench.support.machine import cpu_tier
 from engine.loading import load_engine
 from shell.config import WorkerConfig
 from tandem import __version__

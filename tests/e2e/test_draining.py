@@ -10,9 +10,9 @@ from typing import TypeAlias
 
 import pytest
 
-from bench.cluster import becomes_idle, eventually
-from bench.fleet import Fleet
-from bench.ports import free_ports
+from bench.support.cluster import becomes_idle, eventually
+from bench.support.fleet import Fleet
+from bench.support.ports import free_ports
 from shell.telemetry import metric_names as names
 from tandem.client import AsyncClient, Client, GenerateOptions
 from tandem.types import Role

@@ -13,9 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from bench.cluster import Cluster, becomes_idle, eventually, run_command, serve
-from bench.random_requests import MAX_PRIORITY, make_requests
-from bench.same_tokens import Answers, ask_cluster
+from bench.support.answers import Answers, ask_cluster
+from bench.support.cluster import Cluster, becomes_idle, eventually, run_command, serve
+from bench.support.random_requests import MAX_PRIORITY, make_requests
 from shell.cores import usable_cores
 from tandem.client import Client, Completion
 from tandem.types import Role

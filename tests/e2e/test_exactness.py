@@ -16,14 +16,14 @@ from pathlib import Path
 
 import pytest
 
-from bench.cluster import serve
-from bench.exactness import Workload, check_system, make_workload
-from bench.exactness_reference import Reference
-from bench.exactness_served import ServedSystem
-from bench.exactness_system import Settings
-from bench.logit_error import MAX_RATIO, MAX_RATIOS_OF_KV, measure_logit_errors
-from bench.tiny_models import TINY_MODELS, save_tiny_model
-from bench.tiny_transformers import TINY_TRANSFORMERS
+from bench.support.cluster import serve
+from bench.support.exactness import Workload, check_system, make_workload
+from bench.support.logit_error import MAX_RATIO, MAX_RATIOS_OF_KV, measure_logit_errors
+from bench.support.reference import Reference
+from bench.support.served_systems import ServedSystem
+from bench.support.systems import Settings
+from bench.support.tiny_models import TINY_MODELS, save_tiny_model
+from bench.support.tiny_transformers import TINY_TRANSFORMERS
 from tandem.client import Client
 from tests.nixl_param import needs_nixl
 

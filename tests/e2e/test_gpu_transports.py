@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from bench.cluster import serve
-from bench.exactness import Workload, make_workload
-from bench.exactness_reference import Reference
-from bench.exactness_served import ServedSystem
-from bench.tiny_models import TINY_MODELS, save_tiny_model
+from bench.support.cluster import serve
+from bench.support.exactness import Workload, make_workload
+from bench.support.reference import Reference
+from bench.support.served_systems import ServedSystem
+from bench.support.tiny_models import TINY_MODELS, save_tiny_model
 from tests.standins.build import built
 
 DELAY_US = "3000"

@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 import yaml
 
-from bench.cluster import Cluster, eventually, serve
-from bench.ports import free_ports
+from bench.support.cluster import Cluster, eventually, serve
+from bench.support.ports import free_ports
 from shell.telemetry import metric_names, vllm_names
 from shell.telemetry.metric import Process
 from tandem.client import Client

@@ -8,8 +8,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from bench.cluster import Cluster, eventually, serve
-from bench.processes import children
+from bench.support.cluster import Cluster, eventually, serve
+from bench.support.processes import children
 from tandem.client import Client
 from tandem.errors import TandemError
 

@@ -9,10 +9,10 @@ from collections.abc import AsyncIterator, Iterator
 import pytest
 
 from bench import scaling
-from bench.cluster import becomes_idle, serve
-from bench.fleet import Fleet
-from bench.ports import free_ports
-from bench.witness import Witness
+from bench.support.cluster import becomes_idle, serve
+from bench.support.fleet import Fleet
+from bench.support.ports import free_ports
+from bench.support.witness import Witness
 from tandem.client import Client
 from tandem.types import Role
 

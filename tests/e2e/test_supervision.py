@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from bench.cluster import Cluster, eventually, pid_of, serve
-from bench.processes import children, fork_server
+from bench.support.cluster import Cluster, eventually, pid_of, serve
+from bench.support.processes import children, fork_server
 from tandem.client import Client
 from tandem.errors import TandemError
 from tandem.types import Role
@@ -91,7 +91,7 @@ def torch_lies_at(pid: int) -> str:
 
 def test_a_frozen_worker_does_not_hold_up_the_stop(fork_command: Forking, monkeypatch: pytest.MonkeyPatch) -> None:
     """The grace would be five minutes: it is for work that goes on."""
-    monkeypatch.setattr("bench.cluster.open_command", fork_command)  # how it started is no matter here
+    monkeypatch.setattr("bench.support.cluster.open_command", fork_command)  # how it started is no matter here
     with serve("demo", "--drain-grace-seconds", "300") as cluster, Client(cluster.target) as client:
         client.wait_ready(timeout_s=30)
         os.kill(pid_of(client, Role.DECODE), signal.SIGSTOP)

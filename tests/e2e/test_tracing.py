@@ -10,8 +10,8 @@ import grpc
 import pytest
 from opentelemetry.sdk.trace import TracerProvider
 
-from bench.cluster import Cluster, eventually, serve
-from bench.collector import CollectedSpan, Collector
+from bench.support.cluster import Cluster, eventually, serve
+from bench.support.collector import CollectedSpan, Collector
 from tandem.client import Client
 from tandem.errors import DeadlineExceeded, InvalidRequest
 from tandem.v1 import inference_pb2, inference_pb2_grpc

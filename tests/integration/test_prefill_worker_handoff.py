@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from bench.tiny_models import TINY_MODELS, VOCAB_SIZE, save_tiny_model
+from bench.support.tiny_models import TINY_MODELS, VOCAB_SIZE, save_tiny_model
 from engine.group import Group
 from engine.kv_cache import KvCache
 from engine.loading import Engine, load_engine

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from bench.peers.model import PEER_SHAPES, write_checkpoint
+from bench.support.checkpoints import PEER_SHAPES, write_checkpoint
 from engine.batch import build_batch
 from engine.kv_cache import KvCache
 from engine.step import SampleSpec, ScheduledSeq

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from bench.tiny_models import CONTEXT_TOKENS, VOCAB_SIZE
+from bench.support.tiny_models import CONTEXT_TOKENS, VOCAB_SIZE
 from engine.loading import Engine
 from kvtransfer.base import Fingerprints, PoolMemory
 from kvtransfer.sender import KvSender

@@ -6,8 +6,8 @@ import torch
 
 from bench.growth import draw
 from bench.page import render
-from bench.step_timer import StepTimer
-from bench.tiny_models import TINY_MODELS, save_tiny_model
+from bench.support.step_timer import StepTimer
+from bench.support.tiny_models import TINY_MODELS, save_tiny_model
 from kernels.dispatch import AUTO, select_kernels
 from models.loading import load_model
 

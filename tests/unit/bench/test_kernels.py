@@ -3,7 +3,6 @@
 import pytest
 import torch
 
-from bench import timing
 from bench.ceilings import Ceilings
 from bench.kernels import __main__ as bench_kernels
 from bench.kernels.__main__ import Run
@@ -16,6 +15,7 @@ from bench.kernels.measurement import Measurement
 from bench.kernels.operation_calls import linear_calls, quantized_linear_calls
 from bench.kernels.shapes import LayerShape, chunk_shape, decode_shape, mixed_shape, prompt_shape
 from bench.roofline import Cost
+from bench.support import timing
 from kernels.dispatch import select_kernels
 from kernels.operations import Kernels
 from kernels.quantized import QuantForm

@@ -20,9 +20,9 @@ from bench.peers.bars import (
 )
 from bench.peers.contenders import CONTENDERS
 from bench.peers.engines import QUANTIZED_WORKLOADS, WORKLOADS, Measured, Results, Workload
-from bench.peers.model import PEER_SHAPES
 from bench.peers.page import bars_table, section
 from bench.peers.served import Served, ServedShape
+from bench.support.checkpoints import PEER_SHAPES
 from models.config import load_model_config
 
 CEILINGS = Ceilings("cpu", 2, 50.0, 30.0, 1.0, 0.25)

@@ -11,12 +11,12 @@ from pathlib import Path
 
 import pytest
 
-from bench.cluster import eventually
 from bench.peers import busy
 from bench.peers.busy import BusyResults, measure_busy, spinning
 from bench.peers.engines import Workload
 from bench.peers.job import Job, JobTimes
 from bench.peers.process import PeerProcess, closing_all
+from bench.support.cluster import eventually
 
 
 def ticks(pid: int) -> int:

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from bench.random_requests import RandomRequest
 from bench.small_pool import Account, _ask, blocks_of, draw, largest_need
 from bench.soak_calls import Kind, Said, learn
+from bench.support.random_requests import RandomRequest
 from tandem.errors import Reason, Unavailable
 from tests.answering_client import AnsweringClient
 

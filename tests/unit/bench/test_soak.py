@@ -16,10 +16,6 @@ from random import Random
 import pytest
 
 from bench import soak_calls
-from bench.cluster import Cluster, eventually
-from bench.processes import Usage, children, usage
-from bench.random_requests import RandomRequest
-from bench.resetting_proxy import ResettingProxy
 from bench.soak import _stop, summary
 from bench.soak_calls import (
     MODEL_CHANGED,
@@ -37,6 +33,10 @@ from bench.soak_calls import (
 from bench.soak_changes import GUEST, NEW_WEIGHTS
 from bench.soak_faults import Faults
 from bench.soak_round import MORE_DESCRIPTORS, MORE_MAPPINGS, MORE_RSS_BYTES, MORE_THREADS, Account, Lately, leaks
+from bench.support.cluster import Cluster, eventually
+from bench.support.processes import Usage, children, usage
+from bench.support.random_requests import RandomRequest
+from bench.support.resetting_proxy import ResettingProxy
 from tandem.client import AsyncClient
 from tandem.errors import InternalError, Reason, TandemError, Unavailable
 from tests.answering_client import AnsweringClient, text_of

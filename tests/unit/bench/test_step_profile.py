@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from bench.peers.model import PEER_SHAPES, write_checkpoint
 from bench.roofline import phase_bytes, step_costs
 from bench.step_profile import spent_by_phase
-from bench.step_timer import StepTimer
+from bench.support.checkpoints import PEER_SHAPES, write_checkpoint
+from bench.support.step_timer import StepTimer
 from kernels.cpu import library
 from kernels.cpu.decoder import PHASE_KINDS, NativeStep, PhaseClock
 from kernels.dispatch import select_kernels

@@ -3,7 +3,7 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator, Sequence
 from typing import Unpack
 
-from bench.witness import Question, Witness
+from bench.support.witness import Question, Witness
 from tandem.client import GenerateOptions, GenerationUpdate
 from tandem.errors import Reason, TandemError, Unavailable
 from tandem.types import TokenId

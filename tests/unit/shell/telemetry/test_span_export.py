@@ -17,7 +17,7 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTrace
 from opentelemetry.sdk.trace import ReadableSpan
 from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
 
-from bench.collector import Collector
+from bench.support.collector import Collector
 from shell.telemetry import span_export
 from shell.telemetry.span_export import ReportingExporter
 from shell.telemetry.trace_export import trace_export

@@ -9,7 +9,7 @@ from dataclasses import replace
 import grpc
 import pytest
 
-from bench.ports import free_ports
+from bench.support.ports import free_ports
 from shell.rpc.server import RpcServer
 from tandem.convert import info_from_proto, load_from_proto
 from tandem.types import PoolCounts, WorkerLoad

@@ -10,7 +10,8 @@ from dataclasses import asdict, dataclass
 from itertools import pairwise
 from typing import Any
 
-from bench.workload import LoadOptions
+from cli.load.workload import LoadOptions
+from simulator.outcomes import quantile
 
 _QUANTILES = (0.5, 0.9, 0.95, 0.99)
 
@@ -50,7 +51,7 @@ class Sample:
 
     def meets(self, options: LoadOptions) -> bool:
         """Whether it succeeded within the SLO."""
-        itl_s = quantile(self.itl_s, 0.99) if self.itl_s else 0.0
+        itl_s = quantile(sorted(self.itl_s), 0.99) if self.itl_s else 0.0
         return (
             not self.error
             and (options.slo_ttft_s is None or self.ttft_s <= options.slo_ttft_s)
@@ -73,7 +74,7 @@ class Distribution:
         if not values:
             return None
         mean = math.fsum(values) / len(values)
-        return cls(len(values), mean, tuple(quantile(values, each) for each in _QUANTILES), max(values))
+        return cls(len(values), mean, tuple(quantile(sorted(values), each) for each in _QUANTILES), max(values))
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,15 +163,6 @@ class LoadReport:
     def _slo(self) -> str:
         limits = (("ttft", self.options.slo_ttft_s), ("itl p99", self.options.slo_itl_s))
         return ", ".join(f"{name} {limit * 1e3:g} ms" for name, limit in limits if limit is not None) or "no SLO"
-
-
-def quantile(values: Sequence[float], share: float) -> float:
-    """Linear between the two nearest ranks (Hyndman and Fan's type 7). `values` must not be empty."""
-    ranked = sorted(values)
-    rank = share * (len(ranked) - 1)
-    low = math.floor(rank)
-    high = min(low + 1, len(ranked) - 1)
-    return ranked[low] + (ranked[high] - ranked[low]) * (rank - low)
 
 
 def _named(found: Distribution | None) -> dict[str, float] | None:

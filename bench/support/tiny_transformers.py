@@ -1,6 +1,6 @@
 """Small checkpoints of the families that transformers computes for us: one for each, with what its family is known for.
 
-As `bench.tiny_models`. Windows are shorter than the prompts of the tests, routers have experts to choose from.
+As `bench.support.tiny_models`. Windows are shorter than the prompts of the tests, routers have experts to choose from.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from bench.tiny_models import TinyModel
+from bench.support.tiny_models import TinyModel
 from models.transformers_families import FAMILIES
 
 _MIXED_WINDOWS = {"sliding_window": 37, "layer_types": ["sliding_attention", "full_attention"], "head_dim": 16}

@@ -2,7 +2,7 @@ from dataclasses import replace
 
 import pytest
 
-from bench.workload import LoadOptions, plan, warm_up
+from cli.load.workload import LoadOptions, plan, warm_up
 from tandem.types import TokenId
 
 OPTIONS = LoadOptions(rate_per_s=10.0, concurrency=None, num_requests=400, prompt_tokens=20, output_tokens=10)

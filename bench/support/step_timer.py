@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
+from bench.support.timing import Call
 from engine.kv_cache import KvCache
 from engine.runner import Runner
 from engine.step import SampleSpec, ScheduledSeq, Step
@@ -24,6 +25,20 @@ from tandem.types import BlockId, SamplingParams, TokenId
 _SCALE, _LARGEST = 1 / 32, 127
 """Of quantised KV."""
 _GREEDY = SampleSpec(SamplingParams(max_tokens=1, temperature=0.0), output_index=0)
+
+
+def two_in_flight(runner: Runner, step: Step) -> Call:
+    """Launches a step that the one before it feeds, then waits for that one, as a decode worker does."""
+    fed = Step(tuple(seq._replace(token_ids=(TokenId(0),), feed=number) for number, seq in enumerate(step.seqs)))
+    before = runner.launch(runner.prepare(step), None)
+
+    def call() -> None:
+        nonlocal before
+        launched = runner.launch(runner.prepare(fed), before)
+        runner.collect(before)
+        before = launched
+
+    return call
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,8 +2,8 @@ import asyncio
 from collections.abc import AsyncGenerator
 from typing import Any
 
-from bench.load import measure
-from bench.workload import LoadOptions
+from cli.load.run import measure
+from cli.load.workload import LoadOptions
 from shell.clock import MonotonicClock
 from tandem.client import GenerationUpdate, ServedModel
 from tandem.errors import Overloaded

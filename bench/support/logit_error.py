@@ -1,12 +1,7 @@
-"""How far bfloat16 logits lie from the truth, ours and those of transformers: `python -m bench.logit_error DIR`.
-
-The truth is the model with the same bfloat16 weights computed in float64. Run as a command it prints the error over
-KV as it is computed, and over quantized KV.
-"""
+"""How far bfloat16 logits, ours and those of transformers, lie from those of the same weights in float64."""
 
 from __future__ import annotations
 
-import argparse
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,12 +9,12 @@ from pathlib import Path
 
 import torch
 
-from bench.exactness_reference import load_transformers
+from bench.support.reference import load_transformers
 from engine.batch import build_batch
 from engine.kv_cache import KvCache
 from engine.step import ScheduledSeq
 from kernels.dispatch import AUTO, select_kernels
-from models.files.checkpoint import read_checkpoint, resolve_model
+from models.files.checkpoint import read_checkpoint
 from models.loading import LoadedModel, load_model
 from tandem.kv_layout import QuantDType
 from tandem.types import BlockId, TokenId
@@ -85,18 +80,3 @@ def _our_logits(model: LoadedModel, token_ids: list[int], kv_dtype: QuantDType |
 def _rms(difference: torch.Tensor) -> float:
     """Of rows `[T, V]`, the median."""
     return float(difference.double().pow(2).mean(dim=1).sqrt().median())
-
-
-def main() -> None:
-    """Prints a line for each way to store KV."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("model", help="folder of a checkpoint, or demo")
-    folder = resolve_model(parser.parse_args().model)
-    kv_dtypes = (None, *QuantDType)
-    for kv_dtype, error in zip(kv_dtypes, measure_logit_errors(folder, 0, kv_dtypes), strict=True):
-        name = kv_dtype or "as computed"
-        print(f"KV {name}: error {error.ours:.3e}, transformers {error.theirs:.3e}, ratio {error.ratio:.2f}")
-
-
-if __name__ == "__main__":
-    main()

@@ -14,8 +14,8 @@ from contextlib import aclosing
 
 import uvloop
 
-from bench.report import LoadReport, Sample
-from bench.workload import LoadOptions, PlannedRequest, plan, warm_up
+from cli.load.report import LoadReport, Sample
+from cli.load.workload import LoadOptions, PlannedRequest, plan, warm_up
 from shell.clock import Clock, MonotonicClock
 from shell.config import ClientSecurityConfig
 from shell.progress import Step, steps

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import torch
 
-from bench.cluster import serve
-from bench.exactness_system import MAX_SEQS, Settings, System
+from bench.support.cluster import serve
+from bench.support.systems import MAX_SEQS, Settings, System
 from kvtransfer.transports import TRANSPORTS, available_between
 from tandem.client import AsyncClient
 

@@ -1,4 +1,4 @@
-"""Small checkpoints that take images too, one of each kind whose language part is served, as `bench.tiny_models`."""
+"""Small checkpoints that take images too, one of each kind whose language part is served (see `tiny_models`)."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 from transformers import AutoConfig, AutoModelForImageTextToText
 
-from bench.tiny_models import TINY_MODELS, TinyModel
+from bench.support.tiny_models import TINY_MODELS, TinyModel
 
 _VISION = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 2}
 _VISION |= {"image_size": 28}

@@ -9,7 +9,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from bench.cluster import Cluster, eventually, run_command
+from bench.support.cluster import Cluster, eventually, run_command
 from tandem.client import Client
 from tandem.types import Role
 
