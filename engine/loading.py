@@ -163,20 +163,25 @@ def load_engine(config: WorkerConfig, role: EngineRole = ANY_ROLE) -> Engine:
         chunk_tokens=chunk_tokens,
         max_seqs=max_seqs,
     )
+    _log_loaded(engine, kernels, config.attention_backend, time.monotonic() - started_s)
+    return engine
+
+
+def _log_loaded(engine: Engine, kernels: Kernels, attention_asked: str, seconds: float) -> None:
+    kv_cache = engine.kv_cache
     _log.info(
         "engine loaded",
-        device=device,
-        dtype=model.dtype,
-        kv_dtype=layout.dtype,
+        device=engine.model.device,
+        dtype=engine.model.dtype,
+        kv_dtype=engine.layout.dtype,
         attention=kernels.name,
         operations=kernels.operations.name,
-        attention_asked=config.attention_backend,
+        attention_asked=attention_asked,
         kv_blocks=kv_cache.num_blocks,
-        kv_bytes=kv_cache.num_blocks * layout.block_bytes,
+        kv_bytes=kv_cache.num_blocks * engine.layout.block_bytes,
         host_ring_rows=0 if kv_cache.staging is None else len(kv_cache.host_rows),
-        seconds=round(time.monotonic() - started_s, 2),
+        seconds=round(seconds, 2),
     )
-    return engine
 
 
 def load(config: WorkerConfig, device: torch.device, kernels: Kernels) -> LoadedModel:
