@@ -41,8 +41,8 @@ from kvtransfer.connection import Connection
 from kvtransfer.endpoint import Endpoint
 from kvtransfer.frame import Frame, FrameType
 from kvtransfer.handshake import Hello
-from kvtransfer.local_pool import LocalPool, open_pool
 from kvtransfer.messages import Commit, Write, digest_of, encode_error, encode_window
+from kvtransfer.pool import Pool
 from kvtransfer.receiver import KvReceiver
 from kvtransfer.sender import KvSender
 from kvtransfer.ticket import Ticket
@@ -105,7 +105,7 @@ class World:
         clock = MonotonicClock()
         self._receiver = KvReceiver(target, PRINTS, clock, (transport,), LOOPBACK, timing=TIMING)
         self._sender = KvSender(source, PRINTS, clock, transport, timing=TIMING)
-        self._hostile: LocalPool = open_pool(source, PRINTS)
+        self._hostile: Pool = Pool(source, PRINTS)
         self._listeners: list[_Listener] = []
         self.outcomes: Counter[str] = Counter()
 

@@ -24,7 +24,7 @@ import torch
 from kernels.digest import digest_blocks
 from kvtransfer import nixl_agent
 from kvtransfer.handoff import PIECE_BYTES
-from kvtransfer.row_copy import copy_rows, row_checksums
+from kvtransfer.rows import Rows
 
 _TIMEOUT_S = 30.0
 _TAKE_IN, _REST, _HASH = "take in", "rest", "hash"
@@ -62,7 +62,7 @@ class CopyCeiling:
         num_rows = max(1, PIECE_BYTES // self._source.shape[1])
         for first in range(0, len(self._source), num_rows):
             ids = range(first, min(first + num_rows, len(self._source)))
-            copy_rows(self._source, ids, self._target, ids)
+            Rows(self._source).copy_to(Rows(self._target), ids, ids)
             self._pipe.send(ids)
         self._pipe.send(None)
         self._pipe.recv()
@@ -81,7 +81,7 @@ def _hash_all(pipe: Connection, path: str, shape: tuple[int, ...]) -> None:
     with contextlib.suppress(EOFError):
         while True:
             while (ids := pipe.recv()) is not None:
-                row_checksums(rows, ids)
+                Rows(rows).checksums(ids)
             pipe.send(None)
 
 
@@ -154,7 +154,7 @@ class NixlCeiling:
     def with_checksums(self) -> float:
         """Seconds of a hash of all blocks, the same, and a hash by the other side."""
         started_s = time.perf_counter()
-        row_checksums(self._rows, self._ids.tolist())
+        Rows(self._rows).checksums(self._ids.tolist())
         hashed_s = time.perf_counter() - started_s
         moved_s = self.move()
         started_s = time.perf_counter()
@@ -180,7 +180,7 @@ def _take_in_all(pipe: Connection, shape: tuple[int, int]) -> None:
         while True:
             order = pipe.recv()
             if order == _HASH:
-                row_checksums(rows, ids)
+                Rows(rows).checksums(ids)
             pipe.send(order)
             while order == _TAKE_IN and not pipe.poll():
                 agent.get_new_notifs()
@@ -231,7 +231,7 @@ class SocketCeiling:
         for first in range(0, len(self._rows), num_rows):
             piece = self._rows[first : first + num_rows]
             if hashed:
-                row_checksums(piece, range(len(piece)))
+                Rows(piece).checksums(range(len(piece)))
             self._sock.sendall(piece.data)
         self._sock.recv(1)
         return time.perf_counter() - started_s
@@ -254,6 +254,6 @@ def _receive_all(port: int, shape: tuple[int, ...]) -> None:
                     return
                 filled += count
                 if hashed[0] and filled // row_bytes > found:
-                    row_checksums(rows, range(found, filled // row_bytes))
+                    Rows(rows).checksums(range(found, filled // row_bytes))
                     found = filled // row_bytes
             sock.sendall(b"1")

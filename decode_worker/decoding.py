@@ -135,8 +135,6 @@ class Decoding:
         if feeds is not None:
             token_ids[feeds >= 0] = 0
         draws = (self._draws if rows is None else self._draws[rows]) if self._all_plain else None
-        blocks = self._written_blocks(np.arange(len(self._pairs)) if rows is None else rows)
-        self._pool.fill_last(blocks, context_lens % self._pool.block_size + 1)
         width = int(context_lens.max()) // self._pool.block_size + 1
         decode_rows = DecodeRows(
             token_ids=token_ids,

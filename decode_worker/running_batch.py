@@ -155,6 +155,11 @@ class RunningBatch:
         return sum(map(_num_prompt_tokens_left, self._requests))
 
     @property
+    def num_unused_slots(self) -> int:
+        """Returns the token slots of held blocks that hold no token: the waste of whole blocks."""
+        return sum(request.group.num_unused_slots(self._pool.block_size) for request in self._requests)
+
+    @property
     def is_settled(self) -> bool:
         """Whether no request is here, and no step is in flight."""
         return not self._requests and not self.releases.num_in_flight
@@ -360,9 +365,7 @@ class RunningBatch:
         num_blocks = seq.blocks_wanted(num_tokens, self._pool.block_size)
         if num_blocks:
             seq.add_blocks(self._cache.allocate(num_blocks))
-        scheduled = seq.schedule(num_tokens, feed)
-        self._pool.set_filled(seq.block_table, seq.num_computed_tokens, scheduled.context_len)
-        return scheduled
+        return seq.schedule(num_tokens, feed)
 
 
 def _num_prompt_tokens_left(request: Request) -> int:

@@ -268,7 +268,7 @@ class DecodeWorker:
                 + batch.num_prompt_tokens_left
                 + prompts.num_tokens_in_line
             ),
-            pool=self._pool.counts(),
+            pool=self._pool.counts(batch.num_unused_slots),
             live_transfers=self._parts.receiver.num_live + prompts.num_transfers,
             draining=self._draining,
             preemptions=batch.num_preemptions,
@@ -286,7 +286,6 @@ class DecodeWorker:
         cache, group, prefix = self._parts.cache, request.group, request.group.prefix
         table = new_block_table(prefix.block_table)
         table.extend(new_block_table(block_ids))
-        self._pool.set_filled(table, prefix.num_tokens, prefix.num_computed_tokens)
         cache.insert(request.spec.cache_salt, prefix.token_ids, table)
         self._admission.handoff_landed(request)
         group.land(block_ids, first_tokens, self._pool)

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from engine.batch import Batch, Forward, build_batch
-from engine.decode_rows import DrawnTokens, objects_of
+from engine.decode_rows import DrawnTokens
 from engine.device import Device, Mark
 from engine.graphs import DecodeGraphs
 from engine.host_tier import HostTier
@@ -96,8 +96,6 @@ class Runner:
         """Lays out a step; the seqs' tables have been read when it returns. Raises InternalError if it cannot be."""
         if not step.seqs:
             raise InternalError("a step without seqs")
-        if any(seq.adapter_id is not None for seq in objects_of(step.seqs)):
-            raise InternalError("a seq asks for an adapter; none is loaded")
         self._check_moves(step)
         with self._device.uploading():
             batch = build_batch(step.seqs, self._block_size, self._kv.device)

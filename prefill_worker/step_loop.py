@@ -218,7 +218,6 @@ class StepLoop:
         """The full blocks of what was computed are known from now on."""
         prefix = chunk.request.group.prefix
         end = prefix.num_computed_tokens
-        self._pool.set_filled(prefix.block_table, end, from_token=end - chunk.num_tokens)
         self._cache.insert(
             chunk.request.spec.cache_salt, prefix.token_ids, prefix.block_table[: end // self._cache.pool.block_size]
         )

@@ -191,13 +191,13 @@ class PrefillWorker:
 
     def load(self) -> WorkerLoad:
         """What runs, waits and is held now."""
-        scheduler = self._steps.scheduler
+        scheduler, pool = self._steps.scheduler, self._parts.cache.pool
         return WorkerLoad(
             engine_steps=self._parts.engine.num_steps,
             running_seqs=scheduler.num_running,
             waiting_seqs=scheduler.num_waiting,
             queued_prompt_tokens=scheduler.num_queued_tokens + self._steps.num_tokens_in_flight,
-            pool=self._parts.cache.pool.counts(),
+            pool=pool.counts(sum(each.group.num_unused_slots(pool.block_size) for each in self._live.values())),
             live_transfers=sum(each.is_granted for each in self._transfers.values()),
             draining=self._draining,
             prompt_tokens_per_s=self._steps.rate.per_s,

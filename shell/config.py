@@ -171,7 +171,6 @@ _SET_BY_SERVE = (
     "core_loan",
     "kv_events",
     "kv_events_topic",
-    "kv_events_format",
     "elastic",
 )
 

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 REMOVED: Mapping[str, str] = {
     "decode-devices": "give --device a list, prefill workers first",
     "disk-cache-memory": "say --disk-cache DIR=SIZE",
+    "kv-events-format": "KV events are maps",
     "kv-events-replay": "give --kv-events two addresses, the second for replays",
     "lease-seconds": "a silent peer is lost after 5 s",
     "lend-cores": "say --threads N: such workers lend no cores",

@@ -157,12 +157,6 @@ class WorkerConfig(ProcessConfig):
         "topic of KV events, as the subscribers want it",
         text(r"[!-~]{0,255}", "ASCII, no blanks"),
     )
-    kv_events_format: str = _address(
-        "kv-events-format",
-        "map",
-        "form of each KV event: map, as vLLM publishes it now, or array, as older versions do",
-        one_of("map", "array"),
-    )
     prefix_cache: bool = _memory("prefix-cache", True, "keep KV of ended requests for others that begin alike")
     host_cache_bytes: int = _memory(
         "host-cache-memory", 0, "host memory for KV that the pool has no room for, such as 8GiB", size_bytes(0)

@@ -290,7 +290,7 @@ class PlacementReason(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class PoolCounts:
-    """Blocks of one pool by state, and its waste. `free + … + quarantined + cached == total`."""
+    """Blocks of one pool by state, and the waste. `free + … + quarantined + cached == total`."""
 
     total: int
     free: int

@@ -39,10 +39,10 @@ _NUMBER_BYTES = 8
 _END = (-1).to_bytes(_NUMBER_BYTES, "big", signed=True)
 """In the place of a number: the end of a replay."""
 _MEDIUM = "GPU"
-"""vLLM's word for the memory that the engine computes in, on any device."""
+"""vLLM's name for the memory that the engine computes in, on any device."""
 
 _Event: TypeAlias = dict[str, Any]
-"""Fields in vLLM's order; the tag is `type`."""
+"""A map of fields as vLLM names them; the tag is `type`."""
 _Batch: TypeAlias = tuple[int, float, list[_Event]]
 """Its number, Unix time, events."""
 
@@ -173,9 +173,8 @@ class KvEvents:
 
     def _publish(self, batch: _Batch) -> None:
         number, unix_time, events = batch
-        listed = [list(each.values()) for each in events] if self._config.kv_events_format == "array" else events
         sequence = number.to_bytes(_NUMBER_BYTES, "big")
-        payload: bytes = msgpack.packb([unix_time, listed, 0])  # 0: the rank among data parallel engines
+        payload: bytes = msgpack.packb([unix_time, events, 0])  # 0: the rank among data parallel engines
         self._publisher.send_multipart([self._config.kv_events_topic.encode(), sequence, payload], zmq.NOBLOCK)
         if not self._has_replays:
             return

@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 from collections import deque
 
-import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -20,9 +19,7 @@ from engine.prefix_cache import PrefixCache
 from engine.step import ScheduledSeq
 from shell.clock import Deadline
 from shell.telemetry.observers import SequenceObserver
-from tandem.errors import InternalError
-from tandem.lifecycle import BlockState
-from tandem.types import BlockId, ChoiceSpec, GroupSpec, Handle, RequestId, SamplingParams, TokenId
+from tandem.types import ChoiceSpec, GroupSpec, Handle, RequestId, SamplingParams, TokenId
 from tests.manual_clock import ManualClock
 from tests.unit.decode_worker.conftest import FakeRouter
 from worker.request import Request
@@ -178,12 +175,3 @@ def test_one_that_decodes_alone_is_a_row_from_its_second_decode_on() -> None:
         world.launch()
         world.end(0)
     assert world.num_column_steps == 4
-
-
-def test_blocks_that_are_not_live_are_not_filled() -> None:
-    pool = BlockPool(4, BLOCK_SIZE)
-    reserved = pool.allocate(2, BlockState.RESERVED)
-    with pytest.raises(InternalError, match="fill_last"):
-        pool.fill_last(torch.tensor(reserved).numpy(), torch.tensor([1, 1]).numpy())
-    assert pool.num_cached_last(()) == 0
-    assert BlockId(0) not in pool.cached_and_held(reserved)[0]

@@ -3,23 +3,26 @@
 from __future__ import annotations
 
 import asyncio
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any
 
-import numpy as np
 import pytest
+import torch
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, rule
 
-from kvtransfer.host_ring import MAX_SLICES, MIN_ROWS, HostRing
-from kvtransfer.room import FreeRows, Room, give_up, unbounded
+from kvtransfer.pool import MAX_SLICES, MIN_ROWS, Pool
+from kvtransfer.ring import Loan, Ring, give_up
 from tandem.errors import InternalError
+from tests.transports import CopiedStaging
 
 
 @dataclass(eq=False)
 class Wanted:
     at_most: int
-    future: asyncio.Future[Room]
+    future: asyncio.Future[Loan]
     given_up: bool = False
 
 
@@ -40,7 +43,7 @@ class Model:
         assert not any(each.future.done() for each in self.line)
 
 
-class FreeRowsMachine(RuleBasedStateMachine):
+class RingMachine(RuleBasedStateMachine):
     """Takes, gives back and gives up in any order."""
 
     NUM_ROWS = 10
@@ -49,7 +52,7 @@ class FreeRowsMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.loop = asyncio.new_event_loop()
-        self.rows = FreeRows(range(100, 100 + self.NUM_ROWS))
+        self.rows = Ring(range(100, 100 + self.NUM_ROWS))
         self.model = Model(self.NUM_ROWS)
         self.all: list[Wanted] = []
 
@@ -68,7 +71,7 @@ class FreeRowsMachine(RuleBasedStateMachine):
 
     @rule(target=wants, at_most=st.integers(1, 12))
     def take(self, at_most: int) -> Wanted:
-        async def taken() -> asyncio.Future[Room]:
+        async def taken() -> asyncio.Future[Loan]:
             return self.rows.take(at_most)
 
         wanted = Wanted(min(at_most, self.NUM_ROWS // 4), self.loop.run_until_complete(taken()))
@@ -98,18 +101,18 @@ class FreeRowsMachine(RuleBasedStateMachine):
         assert self.rows.num_free == self.model.num_free == self.NUM_ROWS - len(held)
 
 
-TestFreeRows = FreeRowsMachine.TestCase
-TestFreeRows.settings = settings(max_examples=60, stateful_step_count=30)
+TestRing = RingMachine.TestCase
+TestRing.settings = settings(max_examples=60, stateful_step_count=30)
 
 
-async def test_room_without_rows_is_there_at_once() -> None:
-    room = await unbounded(7)
-    assert (room.num_blocks, room.rows) == (7, ())
-    room.release()
+async def test_where_blocks_need_no_row_a_loan_is_there_at_once_for_all_of_them() -> None:
+    loan = Ring().take(7).result()
+    assert (loan.num_blocks, loan.rows_for((4, 2))) == (7, (4, 2))
+    loan.release()
 
 
 async def test_a_cancelled_waiter_leaves_the_line_and_keeps_nothing() -> None:
-    rows = FreeRows(range(1))
+    rows = Ring(range(1))
     held = await rows.taken(1)
     waiting = asyncio.create_task(rows.taken(1))
     next_one = asyncio.create_task(rows.taken(1))
@@ -125,7 +128,7 @@ async def test_a_cancelled_waiter_leaves_the_line_and_keeps_nothing() -> None:
 
 
 async def test_a_waiter_that_is_cancelled_after_it_was_served_gives_back() -> None:
-    rows = FreeRows(range(1))
+    rows = Ring(range(1))
     held = await rows.taken(1)
     waiting = asyncio.create_task(rows.taken(1))
     await asyncio.sleep(0)
@@ -136,21 +139,32 @@ async def test_a_waiter_that_is_cancelled_after_it_was_served_gives_back() -> No
     assert rows.num_free == 1
 
 
+@pytest.fixture
+def make_staged(make_pool: Any, prints: Any) -> Callable[[int], Pool]:
+    """A pool whose blocks pass through so many rows."""
+
+    def make(num_rows: int) -> Pool:
+        memory = make_pool(num_rows).memory
+        return Pool(replace(memory, staging=CopiedStaging(torch.zeros_like(memory.blocks))), prints)
+
+    return make
+
+
 @pytest.mark.parametrize("num_rows", [MIN_ROWS, 7, 16, 50, 4096])
-async def test_the_parts_of_a_ring_share_no_row(num_rows: int) -> None:
-    ring = HostRing(np.zeros((num_rows, 8), np.uint8))
-    slices = [lent for _ in range(MAX_SLICES + 1) if (lent := ring.lend_slice()) is not None]
+async def test_the_parts_of_a_staged_pools_rows_share_none(make_staged: Callable[[int], Pool], num_rows: int) -> None:
+    pool = make_staged(num_rows)
+    slices = [lent for _ in range(MAX_SLICES + 1) if (lent := pool.lend_slice()) is not None]
     assert 1 <= len(slices) <= MAX_SLICES
-    assert ring.lend_slice() is None
-    others = [await part.taken(1) for part in (ring.arriving, ring.leaving) for _ in range(part.num_free)]
-    rows = [row for group in (*slices, *(room.rows for room in others)) for row in group]
+    assert pool.lend_slice() is None
+    others = [await part.taken(1) for part in (pool.arriving, pool.leaving) for _ in range(part.num_free)]
+    rows = [row for group in (*slices, *(loan.rows for loan in others)) for row in group]
     assert len(set(rows)) == len(rows)
     assert set(rows) <= set(range(num_rows))
-    ring.return_slice(slices[0])
-    assert ring.lend_slice() == slices[0]
-    ring.close()
+    pool.return_slice(slices[0])
+    assert pool.lend_slice() == slices[0]
+    pool.close()
 
 
-def test_a_ring_too_small_to_share_is_refused() -> None:
+def test_too_few_rows_to_share_are_refused(make_staged: Callable[[int], Pool]) -> None:
     with pytest.raises(InternalError, match="3 rows"):
-        HostRing(np.zeros((3, 8), np.uint8))
+        make_staged(3)

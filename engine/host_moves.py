@@ -1,4 +1,4 @@
-"""Which rows of the host tier hold known blocks, and the moves between rows and pool that steps are to carry.
+"""The moves between pool and rows of the host tier that steps are to carry.
 
     store   a block leaves the pool: its row is filled by the next step that is launched
     load    a block comes back: the next step fills it; until that has ended well, the move holds block and row
@@ -9,13 +9,13 @@ fill is never read. A row that a step or a copy to disk still uses is free only 
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from itertools import takewhile
 
 from engine.block_pool import BlockPool
 from engine.host_tier import HostTier
+from engine.row_book import RowBook
 from engine.step import Direction, HostRow, TierMove
 from tandem.errors import InternalError
 from tandem.lifecycle import BlockState
@@ -33,41 +33,23 @@ class _Moves:
     loads: dict[BlockId, HostRow] = field(default_factory=dict)
 
 
-class HostRows:
-    """Rows of `tier`, beside the blocks of `pool`."""
+class HostMoves:
+    """Between rows of `tier` and blocks of `pool`. Without a tier there are no rows, and so no moves."""
 
-    def __init__(self, tier: HostTier, pool: BlockPool) -> None:
+    def __init__(self, tier: HostTier | None, pool: BlockPool) -> None:
+        self.rows: RowBook[HostRow] = RowBook(0 if tier is None else tier.num_rows)
         self._tier = tier
         self._pool = pool
         self._next = _Moves()
         """For the step that is built next."""
         self._in_flight: deque[_Moves] = deque()
-        self._unready: set[HostRow] = set()
-        """Rows that were not filled yet, or never will be."""
-        self._pins: Counter[HostRow] = Counter()
-        self._doomed: set[HostRow] = set()
-        """Pinned rows that are to be free."""
         self.num_stored = self.num_loaded = 0
         """Blocks that steps have moved."""
 
     @property
-    def num_free(self) -> int:
-        """Rows that `store` can take."""
-        return self._tier.num_free
-
-    @property
-    def num_rows(self) -> int:
-        """All rows, free or not."""
-        return self._tier.num_rows
-
-    @property
     def num_withheld(self) -> int:
-        """Free blocks that a step in flight still reads: another step may write into them, a peer may not."""
+        """Returns the free blocks that a step in flight still reads: a step may write into them, a peer may not."""
         return sum(self._pool.state(block) is BlockState.FREE for block in self.leaving())
-
-    def is_ready(self, row: HostRow) -> bool:
-        """Whether it holds its block's bytes."""
-        return row not in self._unready
 
     @property
     def are_loading(self) -> bool:
@@ -75,14 +57,18 @@ class HostRows:
         return bool(self._next.loads) or any(moves.loads for moves in self._in_flight)
 
     def is_loading(self, block: BlockId) -> bool:
-        """Whether its bytes are still to come."""
+        """Whether the block's bytes are still to come."""
         return block in self._next.loads or any(block in moves.loads for moves in self._in_flight)
 
+    def memory(self, row: HostRow) -> memoryview:
+        """Returns the row's bytes."""
+        assert self._tier is not None, "a row"
+        return self._tier.row(row)
+
     def store(self, block: BlockId) -> HostRow:
-        """A row for a block that is evicted now; not to be called without a free one."""
-        (row,) = self._tier.allocate(1)
+        """Takes a row for a block that is evicted now. Raises Overloaded if there is none."""
+        row = self.rows.allocate()
         self._next.stores[row] = block
-        self._unready.add(row)
         return row
 
     def load(self, row: HostRow, block: BlockId) -> None:
@@ -91,58 +77,16 @@ class HostRows:
         self._next.loads[block] = row
 
     def free(self, rows: Iterable[HostRow]) -> None:
-        """Gives rows back, each as soon as nobody uses it."""
+        """Gives rows back; a store into them that no step has taken is not made."""
         for row in rows:
-            if self._pins[row]:
-                self._doomed.add(row)
-                continue
             self._next.stores.pop(row, None)
-            self._unready.discard(row)
-            del self._pins[row]
-            self._tier.free((row,))
-
-    def allocate(self) -> HostRow:
-        """A row that somebody else fills, pinned until `unpin`; not to be called without a free one."""
-        (row,) = self._tier.allocate(1)
-        self._unready.add(row)
-        self.pin((row,))
-        return row
-
-    def filled(self, rows: Sequence[HostRow]) -> None:
-        """They hold their blocks' bytes now."""
-        self._unready.difference_update(rows)
-
-    def memory(self, row: HostRow) -> memoryview:
-        """Its bytes."""
-        return self._tier.row(row)
-
-    def is_pinned(self, row: HostRow) -> bool:
-        """Whether somebody uses its bytes, so that it would not be free at once."""
-        return bool(self._pins[row])
-
-    def num_idle(self, rows: Sequence[int], at_most: int) -> int:
-        """How many of these last ones are ready, and in nobody's use."""
-        last = (HostRow(row) for row in rows[-at_most:][::-1])
-        return sum(1 for _ in takewhile(lambda row: self.is_ready(row) and not self.is_pinned(row), last))
-
-    def pin(self, rows: Iterable[HostRow]) -> None:
-        """Their bytes are in use; paired with `unpin`."""
-        for row in rows:
-            self._pins[row] += 1
-
-    def unpin(self, rows: Iterable[HostRow]) -> None:
-        """Undoes `pin`."""
-        for row in rows:
-            self._pins[row] -= 1
-            if not self._pins[row] and row in self._doomed:
-                self._doomed.remove(row)
-                self.free((row,))
+            self.rows.free((row,))
 
     def take(self) -> tuple[TierMove, ...]:
-        """The moves that the step which is built now must carry."""
+        """Returns the moves that the step which is built now must carry."""
         moves, self._next = self._next, _Moves()
         self._in_flight.append(moves)
-        self.pin(moves.stores)
+        self.rows.pin(moves.stores)
         stores = [TierMove(block, row, Direction.OUT) for row, block in moves.stores.items()]
         return (*stores, *(TierMove(block, row, Direction.IN) for block, row in moves.loads.items()))
 
@@ -154,41 +98,37 @@ class HostRows:
         if failed:
             self._next.loads = moves.loads | self._next.loads
         else:
-            self._unready.difference_update(moves.stores)
+            self.rows.filled(moves.stores)
             self.num_stored += len(moves.stores)
             self.num_loaded += len(moves.loads)
             self._pool.release(tuple(moves.loads))
             self.free(moves.loads.values())
-        self.unpin(moves.stores)
+        self.rows.unpin(moves.stores)
 
     def leaving(self) -> set[BlockId]:
-        """Blocks that steps in flight move out."""
+        """Returns the blocks that steps in flight move out."""
         return {block for moves in self._in_flight for block in moves.stores.values()}
 
     def abandon_stores(self, blocks: Iterable[BlockId]) -> None:
-        """These are to be written by others than steps: moves out of them that no step has taken are not made."""
+        """Cancels moves out of these blocks that no step has taken: others than steps are to write there."""
         wanted = set(blocks)
         if self._next.stores and not wanted.isdisjoint(self._next.stores.values()):
             self._next.stores = {row: block for row, block in self._next.stores.items() if block not in wanted}
 
     def idle_loads(self) -> list[BlockId]:
-        """Blocks that are to be loaded by the next step, and that nobody waits for any more."""
+        """Returns the blocks that the next step is to load, and that nobody waits for any more."""
         return [block for block in self._next.loads if self._pool.ref_count(block) == 1]
 
     def abandon_loads(self, blocks: Iterable[BlockId]) -> None:
-        """These `idle_loads` are not made: they are nobody's, and without content."""
+        """Cancels these `idle_loads`: the blocks are nobody's, and without content."""
         for block in blocks:
             row = self._next.loads.pop(block)
             self._pool.release((block,))
             self.free((row,))
 
-    def check_rows(self, known: Sequence[HostRow]) -> None:
+    def check_rows(self, known: Sequence[int]) -> None:
         """`known`: rows that somebody counts on. Raises InternalError unless all others but those in use are free."""
-        in_use = {row for moves in (self._next, *self._in_flight) for row in moves.loads.values()} | self._doomed
-        if len(set(known)) != len(known) or not in_use.isdisjoint(known):
-            raise InternalError("a row of the host tier is in two places")
-        if self._tier.num_free + len(known) + len(in_use) != self._tier.num_rows:
-            raise InternalError(f"rows were lost: {self._tier.num_free} free, {len(known)} known, {len(in_use)} in use")
+        self.rows.check(known, [row for moves in (self._next, *self._in_flight) for row in moves.loads.values()])
 
 
 class LoadCosts:
@@ -205,6 +145,6 @@ class LoadCosts:
         return self._token_s is None or self._token_s >= self._token_s_at_least
 
     def computed(self, num_tokens: int, seconds: float) -> None:
-        """A step computed so many tokens of prompts, perhaps beside others."""
+        """A step computed `num_tokens` of prompts, perhaps beside others."""
         newest = seconds / num_tokens
         self._token_s = newest if self._token_s is None else self._token_s + _WEIGHT * (newest - self._token_s)
