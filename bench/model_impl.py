@@ -38,7 +38,7 @@ def open_timer(folder: Path, implementation: str) -> StepTimer:
     cpu = torch.device("cpu")
     kernels = select_kernels(AUTO, cpu, torch.bfloat16)
     if kernels.take_thread is not None:
-        kernels.take_thread(None)
+        kernels.take_thread()
     model = load_model(folder, "bfloat16", cpu, kernels, implementation=implementation)
     return StepTimer(model, _BLOCK_SIZE, (CONTEXT_TOKENS + _BLOCK_SIZE) * max(BATCHES), kernels)
 

@@ -62,7 +62,7 @@ def _measure_products(operations: Operations, args: argparse.Namespace) -> None:
 def _measure_steps(kernels: Kernels, args: argparse.Namespace) -> None:
     keep_freed_memory()
     if kernels.take_thread is not None:
-        kernels.take_thread(None)  # as the engine's thread does: torch's own threads would disturb every step
+        kernels.take_thread()  # as the engine's thread does: torch's own threads would disturb every step
     most = max(args.tokens)
     timers: dict[str, StepTimer] = {}
     with tempfile.TemporaryDirectory() as folder:

@@ -50,25 +50,27 @@ class Taken:
         return self.cpu_s / self.tokens * 1e6
 
 
-def run(server: str, command: Sequence[str], load: Load, checkout: Path) -> Taken:
-    """One run against `command`, a server that says nothing, or the floor, which says its port."""
+def run(server: str, commands: Sequence[Sequence[str]], load: Load, checkout: Path) -> Taken:
+    """One run against `commands`, servers that say nothing, or the floor, which says its port."""
     is_floor = server == FLOOR
     if is_floor:
-        command = (sys.executable, "-m", "bench.token_stubs", "floor", load.argument)
-    with _process(command, checkout) as serving:
-        source = serving
+        commands = ((sys.executable, "-m", "bench.token_stubs", "floor", load.argument),)
+    with contextlib.ExitStack() as servers:
+        serving = [servers.enter_context(_process(command, checkout)) for command in commands]
+        source = serving[0]
         with contextlib.ExitStack() as stack:
             if is_floor:
-                load = replace(load, target=f"127.0.0.1:{_line(serving)['port']}")
+                load = replace(load, target=f"127.0.0.1:{_line(source)['port']}")
             else:
-                _ready(serving)
+                for each in serving:
+                    _ready(each)
                 source = stack.enter_context(_stub("workers", load))
                 _line(source)  # all are connected: streams are dealt out among all
             reading = stack.enter_context(_stub("clients", load))
-            began_s, began_cpu_s = _line(source)["begin"], _cpu_s(serving.pid)
-            ended_s, ended_cpu_s = _line(source)["end"], _cpu_s(serving.pid)
+            began_s, began_cpu_s = _line(source)["begin"], _cpu_s(serving)
+            ended_s, ended_cpu_s = _line(source)["end"], _cpu_s(serving)
             counts = _line(reading)
-            ended_cpu_s = max(ended_cpu_s, _cpu_s(serving.pid))
+            ended_cpu_s = max(ended_cpu_s, _cpu_s(serving))
         figures = counts["tokens"], counts["messages"], ended_s - began_s, ended_cpu_s - began_cpu_s
         return Taken(server, load.workers, load.streams, *figures)
 
@@ -76,7 +78,7 @@ def run(server: str, command: Sequence[str], load: Load, checkout: Path) -> Take
 def router_command(load: Load, *options: str) -> tuple[str, ...]:
     """The router that `load` calls."""
     bounds = ("--max-active-requests", str(load.streams), "--max-queued-requests", str(load.streams))
-    own = ("--model", load.model, "--listen", load.target, "--admin-listen", "none", "--log-level", "warning")
+    own = ("--model", load.model, "--admin-listen", "none", "--log-level", "warning")
     return (sys.executable, "-m", "cli.main", "router", *own, *bounds, *options)
 
 
@@ -113,27 +115,29 @@ def _line(process: subprocess.Popen[str]) -> dict[str, Any]:
     return line
 
 
-def _cpu_s(pid: int) -> float:
-    """Processor time of all threads so far, those of its child processes too."""
-    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-    return (int(fields[11]) + int(fields[12])) / _TICKS_PER_S + sum(_cpu_s(int(child)) for child in children)
+def _cpu_s(processes: Sequence[subprocess.Popen[str]]) -> float:
+    """Processor time of all threads so far."""
+    fields = [Path(f"/proc/{each.pid}/stat").read_text().rpartition(")")[2].split() for each in processes]
+    return sum(int(each[11]) + int(each[12]) for each in fields) / _TICKS_PER_S
 
 
-def measure(loads: Sequence[Load], bases: Sequence[Path], rounds: int, merged_s: float, processes: int) -> list[Taken]:
-    """All servers in turns; of this checkout also a router that merges, and one of several processes."""
-    several = f"router --processes {processes}"
-    own = ("router", f"router --stream-interval-seconds {merged_s:g}", several)
-    checkouts = {f"router, {base.name}": base for base in bases} | dict.fromkeys(own, ROOT)
+def measure(
+    loads: Sequence[Load], bases: Sequence[Path], rounds: int, merged_s: float, num_routers: int
+) -> list[Taken]:
+    """All servers in turns; of this checkout also a router that merges, and several that share a port."""
+    merging, several = f"router --stream-interval-seconds {merged_s:g}", f"{num_routers} routers on one port"
+    checkouts = {f"router, {base.name}": base for base in bases} | dict.fromkeys(("router", merging, several), ROOT)
     taken = []
     for _ in range(rounds):
         for each in loads:
             for server, checkout in checkouts.items():
-                load = replace(
-                    each, target=f"127.0.0.1:{free_ports(1)[0]}", processes=processes if server == several else 1
-                )
-                more = server.split()[1:] if server in own else []
-                taken.append(run(server, router_command(load, *more), load, checkout))
+                target, *own = (f"127.0.0.1:{port}" for port in free_ports(1 + num_routers))
+                load = replace(each, target=target, routers=tuple(own) if server == several else ())
+                listen = ("--listen", target)
+                commands = [router_command(load, *listen, *(server.split()[1:] if server == merging else ()))]
+                if server == several:
+                    commands = [router_command(load, "--shared-listen", target, "--listen", each) for each in own]
+                taken.append(run(server, commands, load, checkout))
                 print(render(taken[-1:]), file=sys.stderr)
         taken.append(run(FLOOR, (), loads[0], ROOT))
         print(render(taken[-1:]), file=sys.stderr)
@@ -185,14 +189,14 @@ def main() -> int:
     parser.add_argument(
         "--merged-s", type=float, default=1.0, help="--stream-interval-seconds of the router that merges"
     )
-    parser.add_argument("--processes", type=int, default=2, help="of the router that has several")
+    parser.add_argument("--routers", type=int, default=2, help="that share one port")
     parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--record", action="store_true", help="write bench/results/router-tokens.json and the page")
     options = parser.parse_args()
     shape = (options.streams, options.steps, options.interval_ms / 1e3, options.connections)
     loads = [Load("demo", "", workers, *shape) for workers in options.workers]
     taken = measure(
-        loads, [base.resolve() for base in options.bases], options.rounds, options.merged_s, options.processes
+        loads, [base.resolve() for base in options.bases], options.rounds, options.merged_s, options.routers
     )
     print(render(taken))
     if options.record:

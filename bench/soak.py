@@ -54,7 +54,7 @@ from bench.soak_changes import GUEST, NEW_WEIGHTS
 from bench.soak_model import WEIGHTS, SoakModel
 from bench.soak_round import Account, Round
 from bench.support.cluster import Cluster, serve
-from bench.support.processes import children, fork_server, started_s
+from bench.support.processes import children, started_s
 from bench.support.random_requests import MAX_PRIORITY
 from engine.loading import resolve_device
 from kvtransfer.transports import usable
@@ -191,7 +191,7 @@ def _orphaned_files() -> set[str]:
 def _stop(cluster: Cluster) -> list[str]:
     """Ends it; what is wrong with how it leaves, and what outlives it."""
     pid = cluster.process.pid
-    members = children(pid) | {"fork server": fork_server(pid) or pid}
+    members = children(pid)
     began = {name: started_s(pid) for name, pid in members.items()}
     try:
         code = cluster.stop()

@@ -102,7 +102,7 @@ def measure(
         sys.exit(f"the kernels {kernels.name} have no native step here")
     step.clock = PhaseClock()
     if kernels.take_thread is not None:
-        kernels.take_thread(None)  # as the engine's thread does: torch's own threads would disturb every step
+        kernels.take_thread()  # as the engine's thread does: torch's own threads would disturb every step
     num_tokens = max(seqs * (context + query + _BLOCK_SIZE) for _, seqs, context, query in (*STEPS, *PROMPTS))
     timer = StepTimer(model, _BLOCK_SIZE, num_tokens, kernels, kv_dtype)
     assert isinstance(model.config, ModelConfig)  # a native step is of a decoder of ours

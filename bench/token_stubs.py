@@ -49,8 +49,8 @@ class Load:
     """Between a worker's steps; the workers' steps are spread over it."""
     connections: int
     """Of the clients."""
-    processes: int = 1
-    """Of the router: each calls every worker."""
+    routers: tuple[str, ...] = ()
+    """Where workers register, if that is not `target`: each router calls every worker."""
 
     @property
     def argument(self) -> str:
@@ -128,8 +128,8 @@ class _Worker(worker_pb2_grpc.WorkerServiceServicer):
             if session.handles:
                 await session.step(offset, token_id, is_last=offset == self._last)
 
-    async def register(self, router: str) -> None:
-        """Serves, and holds a lease at each process of the router until cancelled."""
+    async def register(self, routers: tuple[str, ...]) -> None:
+        """Serves, and holds a lease at each router until cancelled."""
         service = Service(
             "tandem.v1.WorkerService",
             lambda server: worker_pb2_grpc.add_WorkerServiceServicer_to_server(self, server),
@@ -137,16 +137,17 @@ class _Worker(worker_pb2_grpc.WorkerServiceServicer):
         )
         server = RpcServer("127.0.0.1:0", [service], announce_s=0)
         info = replace(self.info, address=f"127.0.0.1:{await server.start()}")
-        await Announcer((router,), info, lambda: _LOAD, lambda: None).run()
+        await Announcer(routers, info, lambda: _LOAD, lambda: None).run()
 
 
 async def workers(load: Load) -> None:
     """Until it is ended from outside. Says `{"connected": N}`; `{"begin": s}` and `{"end": s}` around the steps."""
     connected, reserved = asyncio.Semaphore(0), asyncio.Semaphore(0)
     stubs = [_Worker(index, load, connected.release, reserved.release) for index in range(load.workers)]
-    registrations = [asyncio.create_task(stub.register(load.target)) for stub in stubs]
+    routers = tuple(load.routers) or (load.target,)
+    registrations = [asyncio.create_task(stub.register(routers)) for stub in stubs]
     ids = token_ids(load.model)
-    for _ in range(load.workers * load.processes):
+    for _ in range(load.workers * len(routers)):
         await connected.acquire()
     _say(connected=load.workers)
     for _ in range(load.streams):

@@ -19,8 +19,7 @@ may be longer than the objective whatever the chunk. Beyond its decodes a mixed 
     fixed cost = least time beyond the decodes with few prompt tokens - these tokens * least time of a token
 
 Learned from the steps that ended, by moving averages: the decode step of each size class, the tokens per second that
-prompts get beyond it, and how much longer mixed steps took than expected, since later tokens of a prompt cost more. All
-of it once for each number of cores that other workers lent; the next step is expected to have as many as the last. The
+prompts get beyond it, and how much longer mixed steps took than expected, since later tokens of a prompt cost more. The
 nearest size class stands for one that is not known; before any is, a mixed step with a small chunk tells. Results are
 multiples of a 128th of `chunk_tokens`, at least one of them: prompts always advance, and few shapes of steps occur.
 """
@@ -73,7 +72,7 @@ class PromptInLine:
 
 @dataclass(slots=True)
 class _Learned:
-    """How long steps take with the same number of lent cores."""
+    """How long steps take."""
 
     decode_s: dict[int, float]
     """By size class: steps of `[2**(c-1), 2**c)` sequences."""
@@ -87,11 +86,6 @@ class _Learned:
     num_small: int = 0
     token_s: float = 0.0
     """Least time of a prompt token; 0 = not known."""
-
-    def slowed(self, times: float) -> _Learned:
-        """What is known of steps that take `times` as long."""
-        decode_s = {size: times * seconds for size, seconds in self.decode_s.items()}
-        return _Learned(decode_s, self.prompts.slowed(times), self.overrun)
 
     @property
     def fixed_s(self) -> float:
@@ -145,20 +139,13 @@ class ChunkBudget:
         self._objective_s = objective_s
         self._most_wait_ratio = waiting_served_ratio
         self._now = _Learned({}, TokenRate())
-        """What holds with as many lent cores as the last step had."""
-        self._by_lent: dict[int, _Learned] = {}
         self._num_decodes = 0
         """Of the last step that had any."""
         self.num_prompt_tokens = 0
         """That were computed so far."""
 
-    def step_took(self, num_decodes: int, num_prompt_tokens: int, seconds: float, num_lent_cores: int = 0) -> None:
+    def step_took(self, num_decodes: int, num_prompt_tokens: int, seconds: float) -> None:
         """A step has ended."""
-        if num_lent_cores not in self._by_lent:
-            expected_s = self._now.seconds(num_decodes, num_prompt_tokens)
-            times = min(max(seconds / expected_s, 1 / _MOST_OVERRUN), _MOST_OVERRUN) if expected_s else 1.0
-            self._by_lent[num_lent_cores] = self._now.slowed(times)
-        self._now = self._by_lent[num_lent_cores]
         self.num_prompt_tokens += num_prompt_tokens
         if num_decodes:
             self._num_decodes = num_decodes
@@ -206,7 +193,7 @@ class ChunkBudget:
         """Longest step for so many sequences; 0 = there is none, or it is not known yet."""
         if self._objective_s is not None:
             return self._objective_s
-        few_s = min((seconds for each in self._by_lent.values() for seconds in each.decode_s.values()), default=0.0)
+        few_s = min(self._now.decode_s.values(), default=0.0)
         return max(FEW_STEPS * few_s, OWN_STEPS * self._now.decode_step_s(num_decodes))
 
     def wait_ratio(self, line: Iterable[PromptInLine]) -> float:

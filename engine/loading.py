@@ -127,7 +127,7 @@ def load_engine(config: WorkerConfig, role: EngineRole = ANY_ROLE) -> Engine:
         model = executor.submit(load, config, device, kernels).result()
         keep_freed_memory()
         if kernels.take_thread is not None:
-            executor.submit(kernels.take_thread, config.core_loan).result()
+            executor.submit(kernels.take_thread).result()
         layout = layout_of(config, model)
         chunk_tokens = ChunkTokens.of(config.chunk_tokens, device, kernels.full_tokens)
         largest = StepSizes(

@@ -61,7 +61,6 @@ class Launched:
     """As `fetched`, of known tokens; None if none are scored."""
     began: Mark
     ended: Mark
-    num_lent_cores: int
 
 
 class Runner:
@@ -139,7 +138,7 @@ class Runner:
             outputs = tuple(tuple(sampled[start:end]) for start, end in borders)
         seconds = launched.ended.seconds_since(launched.began)
         scored = {} if batch.scores is None or launched.scores is None else batch.scores.read(launched.scores)
-        return StepResult(outputs, seconds, scored, launched.num_lent_cores)
+        return StepResult(outputs, seconds, scored)
 
     def _launch(self, prepared: Prepared, previous: Launched | None) -> Launched:
         batch, plan = prepared.batch, prepared.plan
@@ -163,7 +162,6 @@ class Runner:
                 scores=None if scores is None else scores.fetch(self._device.to_host),
                 began=began,
                 ended=self._device.mark(),
-                num_lent_cores=0 if self._kernels.take_num_lent is None else self._kernels.take_num_lent(),
             )
 
     def _compute(self, batch: Batch) -> tuple[torch.Tensor, BestTokens | None]:

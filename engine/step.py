@@ -174,5 +174,3 @@ class StepResult:
     seconds: float
     scored: Mapping[int, Scores] = field(default_factory=dict)
     """By number of seq, for those that have `scored`."""
-    num_lent_cores: int = 0
-    """Cores of other workers that computed it too."""

@@ -18,7 +18,6 @@ from kernels.attention import AttentionBackend
 from kernels.gates import Activation, Gate
 from kernels.quantized import QuantizedWeight
 from kernels.sampling import RowMaximum, Sampler
-from shell.core_loans import CoreLoan
 
 if TYPE_CHECKING:
     from kernels.compiled_step import CompiledStep, DecoderParts
@@ -184,12 +183,8 @@ class Kernels:
     """Draws tokens in kernels of its own; None leaves it to `engine.sampler`."""
     row_max: RowMaximum | None = None
     """Serves rows that only want their best token; None leaves them to `engine.row_scan`."""
-    take_thread: Callable[[CoreLoan | None], None] | None = None
-    """Makes the calling thread the one that steps: torch computes alone on it, and its other threads rest.
-
-    With cores that its kernels may borrow, if any."""
-    take_num_lent: Callable[[], int] | None = None
-    """On the thread that steps: how many borrowed cores its kernels had at most since the last call."""
+    take_thread: Callable[[], None] | None = None
+    """Makes the calling thread the one that steps: torch computes alone on it, and its other threads rest."""
     full_tokens: int | None = None
     """Prompt tokens of a step beyond which more do not make any of them cheaper; None = not known."""
     compile_step: Callable[[DecoderParts], CompiledStep | None] | None = None

@@ -43,7 +43,6 @@ from shell.telemetry.metrics import Metrics
 from shell.telemetry.observers import RouterObserver, router_observers
 from shell.telemetry.recent_latencies import RecentLatencies
 from shell.telemetry.tracing import tracing
-from tandem.errors import ConfigError
 from tandem.security.credentials import Outgoing, Security
 from tandem.types import new_incarnation
 from tandem.v1.cluster_pb2_grpc import add_ClusterServiceServicer_to_server
@@ -82,8 +81,7 @@ class Router:
         self._security = Security.load(config.security, config.ports)
         read = read_servable(config.model).checkpoint.within(config.context_tokens)
         checkpoint = read.called(config.served_model_names)
-        name = "" if config.process is None else f"router-{config.process}"
-        self.metrics, self.recent = Metrics(Process.ROUTER, checkpoint.name, name), RecentLatencies(self.clock)
+        self.metrics, self.recent = Metrics(Process.ROUTER, checkpoint.name), RecentLatencies(self.clock)
         counting = RouterMetrics(self.metrics, self.recent, self.clock)
         observers = router_observers([*request_spans(tracer, checkpoint.name), counting, *filter(None, [observer])])
         self.tokenization = _load_tokenization(config, checkpoint)
@@ -104,7 +102,7 @@ class Router:
         policy = policy or RetryPolicy(patience_s=config.patience_s)
         admission = Admission(self.queue, self.clock)
         rooms = Rooms(self.workers, admission, self.clock, policy, observers, config.stream_interval_s)
-        unread = Unread(self.clock, config.max_unread_request_bytes, config.max_unread_bytes, config.max_unread_s)
+        unread = Unread(self.clock, config.max_unread_bytes, config.max_unread_s)
         self.grammars = GrammarCheck(checkpoint.path)
         self.entrance = Entrance(
             checkpoint, self.tokenization, config.limits, rooms, unread, config.max_priority, self.grammars
@@ -120,7 +118,7 @@ class Router:
             max_receive_bytes=config.limits.max_message_bytes,
             metrics=self.metrics,
             tracer=tracer,
-            own_port=None if config.process is None else config.process_ports[config.process],
+            shared_listen=config.shared_listen,
         )
 
     async def serve(self, until: Callable[[], Awaitable[None]], on_listening: Callable[[int], None]) -> None:
@@ -147,7 +145,7 @@ class Router:
     def _services(self, checkpoint: CheckpointInfo, outgoing: Outgoing) -> tuple[Service, ...]:
         config, entrance, status = self.config, self.entrance, self.status
         inference = InferenceServicer(checkpoint, self.tokenization, entrance, config.limits)
-        registry = RegistryServicer(self.workers, outgoing, config.process_ports)
+        registry = RegistryServicer(self.workers, outgoing)
         cluster = ClusterServicer(status, registry)
         return (
             Service(INFERENCE_SERVICE, partial(add_InferenceServiceServicer_to_server, inference), writers=WRITERS),
@@ -179,8 +177,6 @@ async def _first_of(health: asyncio.Task[None], until: Callable[[], Awaitable[No
 
 def run(config: RouterConfig) -> int:
     """Runs the process until SIGTERM; returns its exit code. Raises ConfigError."""
-    if config.processes > 1 and config.process is None:
-        raise ConfigError("--processes", "is for `tandem router`, which starts them")
     configure_logging("router", config.log_format, config.log_level)
 
     async def main(tracer: Tracer | None, stop: StopSignal) -> None:

@@ -27,8 +27,8 @@ from tandem.types import TokenId
 _INLINE_BYTES = 2048
 """Longer text is tokenized in a thread."""
 _SHORT_BYTES = 65536
-"""Up to here a text has a thread that long ones cannot take. They have one thread, not more, since a long text that
-cannot be cut takes much memory."""
+"""Longer texts have one thread of two, not both: they do not hold up short ones, and one that cannot be cut takes much
+memory."""
 _BYTES_PER_TOKEN = 4
 """About as much work to decode a token."""
 MAX_BYTES_UNDER_WAY = 16 * 1024 * 1024
@@ -61,7 +61,7 @@ class Tokenization:
         self._whole = WholeTokens.of(tokenizer)
         self._around = _added_around(tokenizer) if can_be_cut(tokenizer) else None
         """Special tokens before and after a text; None = long texts are not cut."""
-        self._short, self._long = Lane("tokenize-short"), Lane("tokenize-long")
+        self._lane = Lane("tokenize", 2, large=_SHORT_BYTES)
         self._answer_bytes = 0
 
     @classmethod
@@ -138,8 +138,7 @@ class Tokenization:
 
     def close(self) -> None:
         """Ends its threads."""
-        self._short.close()
-        self._long.close()
+        self._lane.close()
 
     async def _encode(self, text: str, max_tokens: int | None, *, add_special_tokens: bool) -> tuple[TokenId, ...]:
         num_bytes = len(text.encode())
@@ -175,12 +174,11 @@ class Tokenization:
         """
         if num_bytes <= _INLINE_BYTES:
             return work()
-        under_way = self._short.size + self._long.size
+        under_way = self._lane.size
         # A text that is alone is taken at any size: else the largest prompts could never come in.
         if under_way and under_way + num_bytes > MAX_BYTES_UNDER_WAY:
             raise Overloaded(f"{under_way} bytes of text wait to be tokenized already")
-        lane = self._short if num_bytes <= _SHORT_BYTES else self._long
-        return await lane.run(num_bytes, work)
+        return await self._lane.run(num_bytes, work)
 
 
 def _added_around(tokenizer: Tokenizer) -> tuple[Sequence[int], Sequence[int]] | None:

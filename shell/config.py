@@ -17,6 +17,7 @@ from shell.removed_options import REMOVED
 from shell.worker_config import (
     DecodeConfig,
     ElasticConfig,
+    Ports,
     PrefillConfig,
     ProcessConfig,
     WorkerConfig,
@@ -50,6 +51,8 @@ __all__ = [
 ]
 
 _VISIBLE_GPUS = "CUDA_VISIBLE_DEVICES"
+_CORE_LOAN = "TANDEM_CORE_LOAN"
+"""Set by `tandem serve` for its workers alone; not an option."""
 
 T = TypeVar("T")
 
@@ -57,12 +60,6 @@ _model = partial(option, Section.MODEL)
 _address = partial(option, Section.ADDRESSES)
 _queue = partial(option, Section.QUEUE)
 _fleet = partial(option, Section.FLEET)
-
-MAX_ROUTER_PROCESSES = 64
-_PROCESSES = (
-    "processes of the router, which share its port; each also listens on a port of its own, the next ones after it, "
-    "where workers register"
-)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,13 +86,13 @@ class RouterConfig(ProcessConfig):
         none_word="none",
     )
     listen: str = _address("listen", DEFAULT_ADDRESS, "address to serve on", host_port(port_zero=True))
-    processes: int = _address("processes", 1, _PROCESSES, integer(1, MAX_ROUTER_PROCESSES))
-    process: int | None = option(
+    shared_listen: str | None = option(
         Section.INTERNAL,
-        "process",
+        "shared-listen",
         None,
-        "which of --processes this one is, from 0; given by whoever starts them",
-        integer(0, MAX_ROUTER_PROCESSES - 1),
+        "a second address, which routers of one machine share: each new connection goes to one of them. Each has a "
+        "--listen of its own, where workers register; `tandem serve --router-processes` sets both",
+        host_port(),
         none_word="none",
     )
     max_queued_requests: int = _queue(
@@ -113,13 +110,8 @@ class RouterConfig(ProcessConfig):
     max_unread_bytes: int = _queue(
         "max-unread-bytes",
         256 * 1024 * 1024,
-        "memory of answers that callers have not read; beyond it the request with the most is ended",
-        size_bytes(1024 * 1024),
-    )
-    max_unread_request_bytes: int = _queue(
-        "max-unread-request-bytes",
-        64 * 1024 * 1024,
-        "the same of one request, which is ended beyond it",
+        "memory of answers that callers have not read; beyond it the request with the most is ended, and any request "
+        "that has more than a quarter of it",
         size_bytes(1024 * 1024),
     )
     stream_interval_s: float = _queue(
@@ -129,12 +121,8 @@ class RouterConfig(ProcessConfig):
         "a message per token, as long as the client keeps up",
         seconds(0, 60),
     )
-    max_unread_s: float = _queue(
-        "max-unread-seconds",
-        60.0,
-        "a request is ended whose answer is not read for so long",
-        seconds(1.0),
-    )
+    max_unread_s: float = 60.0
+    """A request is ended whose answer is not read for longer: a client behind a broken network is gone by then."""
     patience_s: float = _queue(
         "patience-seconds",
         10.0,
@@ -152,10 +140,10 @@ class RouterConfig(ProcessConfig):
     """Silence after which a worker is lost: a process that stands still for half of it keeps its streams."""
 
     @property
-    def process_ports(self) -> tuple[int, ...]:
-        """Each process's own port; none of a router that is one process."""
-        first = int(self.listen.rpartition(":")[2]) + 1
-        return () if self.process is None else tuple(range(first, first + self.processes))
+    def ports(self) -> Ports:
+        """Returns where the router listens."""
+        own = (("--listen", self.listen), ("--admin-listen", self.admin_listen))
+        return (*own, ("--shared-listen", self.shared_listen))
 
 
 _SET_BY_SERVE = (
@@ -168,7 +156,6 @@ _SET_BY_SERVE = (
     "kv_port",
     "device_workers",
     "host_workers",
-    "core_loan",
     "kv_events",
     "kv_events_topic",
     "elastic",
@@ -238,8 +225,10 @@ class ServeConfig:
         none_word="none",
     )
     http_gateway: tuple[str, ...] = _gateway_option("http-gateway")
-    router_processes: int = _fleet("router-processes", 1, _PROCESSES, integer(1, MAX_ROUTER_PROCESSES))
-    router: RouterConfig = grouped(RouterConfig, own=("processes", "process"))
+    router_processes: int = _fleet(
+        "router-processes", 1, "routers, each a process, which share the port of --listen", integer(1, 64)
+    )
+    router: RouterConfig = grouped(RouterConfig, own=("shared_listen",))
     prefill_worker: PrefillConfig = grouped(PrefillConfig, own=_SET_BY_SERVE)
     decode_worker: DecodeConfig = grouped(DecodeConfig, own=_SET_BY_SERVE)
 
@@ -277,7 +266,7 @@ def load(cls: type[T], namespace: argparse.Namespace, environ: Mapping[str, str]
     Raises ConfigError that names the flag or the variable: bad value, unknown `TANDEM_` key.
     """
     variables = os.environ if environ is None else environ
-    check_known(variables, _ALL, REMOVED)
+    check_known({name: value for name, value in variables.items() if name != _CORE_LOAN}, _ALL, REMOVED)
     return load_options(cls, namespace, variables)
 
 
@@ -289,6 +278,16 @@ def environment() -> Mapping[str, str]:
 def show_gpus(names: str) -> None:
     """From now on CUDA, and programs that this process becomes or starts, see these only, in this order."""
     os.environ[_VISIBLE_GPUS] = names
+
+
+def lend_cores(loan: str) -> None:
+    """From now on kernels of this process, or of the program that it becomes, may use the cores that `loan` names."""
+    os.environ[_CORE_LOAN] = loan
+
+
+def core_loan() -> str | None:
+    """Returns what `lend_cores` was given for this process."""
+    return os.environ.get(_CORE_LOAN)
 
 
 def keep_ucx_off_other_processes() -> None:

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TypeAlias
 
-from shell.core_loans import CoreLoan
 from tandem.limits import Limits
 from tandem.option_values import (
     SizedFolder,
@@ -184,15 +183,6 @@ class WorkerConfig(ProcessConfig):
         "cpu-tier", None, "instructions of a CPU's kernels: docs/kernels.md", text(r"\w+", "a tier"), none_word="auto"
     )
     threads: int | None = _compute("threads", None, "CPU threads of the engine", integer(1, 1024), none_word="auto")
-    core_loan: CoreLoan | None = option(
-        Section.INTERNAL,
-        "core-loan",
-        None,
-        "cores of other workers, to be used while these compute nothing, and the file in which they say so; "
-        "`tandem serve` sets it",
-        CoreLoan.of_text,
-        none_word="none",
-    )
 
     @property
     def calls(self) -> tuple[tuple[str, str], ...]:
@@ -238,7 +228,7 @@ class DecodeConfig(WorkerConfig):
         "be more, chunks grow beyond the inter-token objective",
         number(1, 1000),
     )
-    overlap_steps: str = _batches(
+    overlap_steps: str = _internal(
         "overlap-steps",
         "auto",
         "plan and launch a decode step while another one computes; auto = where that pays: on a GPU, and on a CPU if "

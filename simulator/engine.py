@@ -34,7 +34,6 @@ class _Run:
     """Alone on the host."""
     future: asyncio.Future[StepResult] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
     began_s: float = 0.0
-    num_lent_cores: int = 0
     timer: asyncio.TimerHandle | None = None
 
 
@@ -53,8 +52,6 @@ class Host:
         """Adds a run, which computes from now on."""
         run.began_s = self._advance()
         self._running.append(run)
-        if len(self._running) == 1 and self._sharing != Sharing():
-            run.num_lent_cores = 1  # costs are those with all cores
         self._schedule()
 
     def _advance(self) -> float:
@@ -125,4 +122,4 @@ class SimulatedEngine:
         if self._launched:
             self._host.begin(self._launched[0])
         if not run.future.done():
-            run.future.set_result(StepResult(run.outputs, seconds, num_lent_cores=run.num_lent_cores))
+            run.future.set_result(StepResult(run.outputs, seconds))

@@ -33,7 +33,8 @@ class Limits:
     )
     max_chat_messages: int = 4096
     """Their text is bounded by `max_prompt_bytes`; the number bounds what a template iterates over."""
-    max_n: int = _limit("max-n", 16, "choices of a request", integer(1, 1024))
+    max_n: int = 16
+    """Choices, each a sequence of its own in a batch of 64 or more."""
     max_beam_width: int = 16
     """Each beam draws as many candidates per step; published settings end at 10."""
     max_logprobs: int = _limit("max-logprobs", 20, "alternatives reported per token", integer(0, 1024))

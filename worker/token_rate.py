@@ -18,12 +18,6 @@ class TokenRate:
         self._tokens = keeps * self._tokens + tokens
         self._seconds = keeps * self._seconds + seconds
 
-    def slowed(self, times: float) -> TokenRate:
-        """A rate `times` lower, of as many tokens."""
-        slower = TokenRate()
-        slower._tokens, slower._seconds = self._tokens, times * self._seconds
-        return slower
-
     @property
     def per_s(self) -> float:
         """0 = nothing was measured."""

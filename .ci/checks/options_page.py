@@ -22,7 +22,7 @@ COMMANDS: dict[str, type[Any]] = {
 }
 """Commands, and what they read; `calls` are all that call a server."""
 PROCESSES = frozenset(COMMANDS) - {"calls"}
-MOST_OPTIONS = 65
+MOST_OPTIONS = 60
 """Of processes that serve: somebody must read them all to find the one to turn."""
 HEAD = """# Options
 

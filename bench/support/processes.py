@@ -10,8 +10,6 @@ from pathlib import Path
 
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 _PROC = Path("/proc")
-_WORKER_ID = "--worker-id="
-_PROCESS = "--process="
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,16 +47,11 @@ def started_s(pid: int) -> float | None:
 
 
 def children(parent: int) -> dict[str, int]:
-    """Process ids of the children of a `tandem serve` by name: `router` or `router-I`, and each worker's id.
+    """Returns process ids of the children of a `tandem serve` by name: `router` or `router-PORT`, and each worker's id.
 
     A child that is just being started, or ended and was not waited for, is left out.
     """
     return {name: pid for pid in _child_pids(parent) if (name := _name(pid)) is not None}
-
-
-def fork_server(parent: int) -> int | None:
-    """Process id of the child of a `tandem serve` that forks its workers; None if it has none."""
-    return next((pid for pid in _child_pids(parent) if "--fork-server" in _words(pid)), None)
 
 
 def _child_pids(parent: int) -> Iterator[int]:
@@ -81,8 +74,12 @@ def _words(pid: int) -> list[str]:
 def _name(pid: int) -> str | None:
     words = _words(pid)
     if words[1:3] == ["-m", "router"]:
-        process = next((word.removeprefix(_PROCESS) for word in words if word.startswith(_PROCESS)), "none")
-        return "router" if process == "none" else f"router-{process}"
+        is_alone = _option(words, "--shared-listen=") in (None, "none")
+        return "router" if is_alone else f"router-{(_option(words, '--listen=') or '').rpartition(':')[2]}"
     if words[1:3] in (["-m", "prefill_worker"], ["-m", "decode_worker"]):
-        return next((word.removeprefix(_WORKER_ID) for word in words if word.startswith(_WORKER_ID)), None)
+        return _option(words, "--worker-id=")
     return None
+
+
+def _option(words: list[str], name: str) -> str | None:
+    return next((word.removeprefix(name) for word in words if word.startswith(name)), None)

@@ -18,8 +18,8 @@ from typing import Any
 import torch  # maps its OpenMP runtime
 
 from kernels.cpu import build
+from kernels.cpu.core_loans import ENTRY_BYTES, CoreLoan
 from kernels.cpu.tiers import machine_tiers
-from shell.core_loans import ENTRY_BYTES, CoreLoan
 from shell.telemetry.logging import get_logger
 from tandem.errors import InternalError
 
@@ -140,11 +140,6 @@ def take_threads(loan: CoreLoan | None) -> None:
             _share_cores(loan)
         except OSError as error:
             _log.warning("cores are not shared with other workers", ledger=loan.ledger, reason=str(error))
-
-
-def take_num_lent() -> int:
-    """The most borrowed cores that any one kernel, called from this thread, had since the last call."""
-    return int(_open(build.COMMON)[1].tandem_take_most_guests())
 
 
 def _share_cores(loan: CoreLoan) -> None:

@@ -127,13 +127,3 @@ class RegisterResponse(_message.Message):
     heartbeat_seconds: float
     set_apart: str
     def __init__(self, lease_seconds: _Optional[float] = ..., drain: bool = ..., heartbeat_seconds: _Optional[float] = ..., set_apart: _Optional[str] = ...) -> None: ...
-
-class ListProcessesRequest(_message.Message):
-    __slots__ = ()
-    def __init__(self) -> None: ...
-
-class ListProcessesResponse(_message.Message):
-    __slots__ = ("ports",)
-    PORTS_FIELD_NUMBER: _ClassVar[int]
-    ports: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, ports: _Optional[_Iterable[int]] = ...) -> None: ...

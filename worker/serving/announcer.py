@@ -71,10 +71,6 @@ class Announcer:
         """Of `announce_now`."""
         self._listed: dict[str, set[str]] = {}
         """Addresses of each router name by the last lookup that found any."""
-        self._processes_of: dict[str, set[str]] = {}
-        """By address of a router, those of its processes, as they were told last."""
-        self._asked: set[str] = set()
-        """Routers that have told so since a registration ended last."""
 
     async def run(self) -> None:
         """Until cancelled."""
@@ -93,7 +89,7 @@ class Announcer:
         streams: dict[str, asyncio.Task[None]] = {}
         try:
             while True:
-                found = await self._processes(await _resolve(router), router)
+                found = await _resolve(router)
                 if found:
                     self._listed[router] = found
                 streams = {address: task for address, task in streams.items() if not task.done()}
@@ -104,35 +100,6 @@ class Announcer:
             for task in streams.values():
                 task.cancel()
             await asyncio.gather(*streams.values(), return_exceptions=True)
-
-    async def _processes(self, addresses: set[str], router: str) -> set[str]:
-        """Of the routers at `addresses`, those of all their processes."""
-        asked = await asyncio.gather(*(self._processes_at(address, router) for address in addresses))
-        return set().union(*asked)
-
-    async def _processes_at(self, address: str, router: str) -> set[str]:
-        """The address itself, if the router there is one process. If it does not answer, as it was known before.
-
-        Asked anew whenever a registration has ended: its router may have come back as another number of processes.
-        """
-        host, called = address.rpartition(":")[0], router.rpartition(":")[0].strip("[]")
-        if address not in self._asked:
-            with contextlib.suppress(TimeoutError):  # `_hold` says why, if it cannot register either
-                try:
-                    async with (
-                        asyncio.timeout(_ANSWER_TIMEOUT_S),
-                        open_channel(address, self._outgoing, called=called) as channel,
-                    ):
-                        answer = await registry_pb2_grpc.RegistryServiceStub(channel).ListProcesses(
-                            registry_pb2.ListProcessesRequest(), metadata=self._outgoing.metadata()
-                        )
-                    self._processes_of[address] = {f"{host}:{port}" for port in answer.ports} or {address}
-                    self._asked.add(address)
-                except grpc.aio.AioRpcError as error:
-                    if error.code() is grpc.StatusCode.UNIMPLEMENTED:  # a router of before there were several
-                        self._processes_of[address] = {address}
-                        self._asked.add(address)
-        return self._processes_of.get(address, {address})
 
     async def _hold(self, address: str, router: str) -> None:
         """Keeps registered with the router of that name at `address`.
@@ -158,7 +125,6 @@ class Announcer:
                 task = asyncio.current_task()
                 if task is None or task.cancelling():
                     raise
-            self._asked.clear()
             backoff_s = _FIRST_BACKOFF_S if registered.is_set() else min(_MAX_BACKOFF_S, backoff_s * 2)
             await asyncio.sleep(backoff_s * random.uniform(0.5, 1.0))
 

@@ -20,6 +20,7 @@ from opentelemetry.trace import Tracer
 
 from engine.loading import Engine, EngineRole, load_engine, resolve_device
 from engine.prefix_cache import PrefixCache
+from kernels.cpu.core_loans import CoreLoan
 from kvtransfer.base import DeviceMemory, Fingerprints, PoolMemory
 from kvtransfer.transports import choose
 from models.files.checkpoint import CheckpointInfo
@@ -137,7 +138,7 @@ class Foundation:
 
     def _core_group(self, engine: Engine) -> str:
         """Empty = its kernels use no other worker's cores."""
-        loan = self.config.core_loan
+        loan = CoreLoan.of_process()
         return "" if loan is None or engine.backend_name != "cpu" else loan.group()
 
     async def serve(self, core: WorkerCore, info: WorkerInfo, stop: StopSignal, cache: PrefixCache) -> None:

@@ -74,7 +74,7 @@ def engine(cluster: Any, tokenizing: Any) -> VllmServicer:
     clock = MonotonicClock()
     admission = Admission(router.queue, clock)
     rooms = Rooms(router.workers, admission, clock, RetryPolicy(), RecordingRouter())
-    unread = Unread(clock, config.max_unread_request_bytes, config.max_unread_bytes, config.max_unread_s)
+    unread = Unread(clock, config.max_unread_bytes, config.max_unread_s)
     entrance = Entrance(checkpoint, tokenizing, config.limits, rooms, unread)
     return VllmServicer(checkpoint, config, entrance, router.status)
 

@@ -123,30 +123,6 @@ def test_prompts_that_waited_for_less_get_what_their_line_needs() -> None:
     assert budget.wait_ratio([PromptInLine(16, 2048, 2032)]) == 1, "its own chunks are no waiting"
 
 
-def test_steps_with_and_without_lent_cores_are_learned_apart() -> None:
-    budget = ChunkBudget(CHUNK, 0.04, 1000.0)
-    for lent, times in ((1, 1), (0, 2)):
-        for _ in range(200):
-            budget.step_took(0, CHUNK, times * CHUNK / 4000, lent)
-            budget.step_took(8, 64, times * (0.01 + 64 / 4000), lent)
-            budget.step_took(8, 0, times * 0.01, lent)
-    alone = budget.tokens(8, 1)
-    assert alone == pytest.approx((MARGIN * 0.04 - 0.02) * 2000, abs=GRAIN_TOKENS)
-    budget.step_took(8, 0, 0.01, 1)
-    assert budget.tokens(8, 1) == pytest.approx((MARGIN * 0.04 - 0.01) * 4000, abs=GRAIN_TOKENS)
-    budget.step_took(8, 0, 0.02, 0)
-    assert budget.tokens(8, 1) == alone
-
-
-def test_the_first_step_without_a_lent_core_tells_what_others_will_take() -> None:
-    budget = ChunkBudget(CHUNK, 0.04, 1000.0)
-    for _ in range(200):
-        budget.step_took(0, CHUNK, CHUNK / 4000, 1)
-        budget.step_took(8, 0, 0.01, 1)
-    budget.step_took(8, 64, 2 * (0.01 + 64 / 4000), 0)
-    assert budget.tokens(8, 1) == pytest.approx((MARGIN * 0.04 - 0.02) * 2000, rel=0.2)
-
-
 def test_when_mixed_steps_take_longer_than_expected_the_next_ones_get_less() -> None:
     budget = learned(0.04)
     before = budget.tokens(8, 1)

@@ -1,8 +1,8 @@
 """Cores that workers of one machine lend each other while they compute nothing.
 
-In a memory file, the ledger, each core has an entry in which its owner says when it computes
-(`kernels/cpu/src/team.h`): within each job of its native kernels. `tandem serve` makes the ledger and tells each worker
-what it may borrow. A worker's cores are occupied from its start until it can compute, whatever the one before left.
+A memory file, the ledger, has an entry per core, in which the core's owner says when it computes
+(`kernels/cpu/src/guests.h`): within each job of its native kernels. `tandem serve` makes the ledger and starts each
+worker with a loan. A worker's cores are occupied from its start until it can compute, whatever its predecessor left.
 """
 
 from __future__ import annotations
@@ -12,6 +12,8 @@ import socket
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+
+from shell.config import core_loan
 
 ENTRY_BYTES = 64
 
@@ -23,7 +25,7 @@ class CoreLoan:
     ledger: str
     """Path of the ledger."""
     cores: tuple[int, ...]
-    """Of others."""
+    """Cores of other workers."""
 
     def __str__(self) -> str:
         return f"{self.ledger}:{','.join(map(str, self.cores))}"
@@ -38,11 +40,17 @@ class CoreLoan:
 
     @classmethod
     def of_text(cls, text: str) -> CoreLoan:
-        """Raises ValueError that says what is allowed."""
+        """Returns the loan that `text` names; raises ValueError that says what is allowed."""
         ledger, _, cores = text.rpartition(":")
         if not ledger or not all(core.isdecimal() for core in cores.split(",")):
             raise ValueError("must be a path and cores, as PATH:1,2")
         return cls(ledger, tuple(map(int, cores.split(","))))
+
+    @classmethod
+    def of_process(cls) -> CoreLoan | None:
+        """Returns the loan with which this process was started."""
+        text = core_loan()
+        return None if text is None else cls.of_text(text)
 
 
 class CoreLedger:
@@ -55,11 +63,11 @@ class CoreLedger:
 
     @property
     def path(self) -> str:
-        """At which processes of the same user open it."""
+        """Path at which processes of the same user open the ledger."""
         return f"/proc/{os.getpid()}/fd/{self._file.fileno()}"
 
     def occupy(self, cores: Sequence[int]) -> None:
-        """Nobody borrows `cores` from now on, until their owner clears their entries."""
+        """Keeps everybody from borrowing `cores`, until their owner clears their entries."""
         for core in cores:
             os.pwrite(self._file.fileno(), (1).to_bytes(4, sys.byteorder), core * ENTRY_BYTES)
 
