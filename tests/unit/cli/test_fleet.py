@@ -99,7 +99,7 @@ def test_several_routers_share_the_port_and_have_an_address_and_an_admin_port_of
 
 async def test_a_port_that_routers_are_to_share_is_refused_where_another_server_has_it() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
-        config = serve("--router-processes", "2", "--listen", f"127.0.0.1:{taken.getsockname()[1]}")
+        config = serve("--router-processes", "2", "--threads", "1", "--listen", f"127.0.0.1:{taken.getsockname()[1]}")
         server = _Server(config, fleet_devices(config, ()), asyncio.TaskGroup())
         with pytest.raises(ConfigError, match="--listen"):
             await server._start_routers()

@@ -17,7 +17,6 @@ from shell.config import (
     argv_of,
     load,
 )
-from shell.core_loans import CoreLoan
 from shell.removed_options import REMOVED
 from tandem.errors import ConfigError
 from tandem.option_values import SizedFolder
@@ -150,8 +149,8 @@ def test_options_of_children_are_read_but_not_shown() -> None:
     parser = argparse.ArgumentParser()
     add_arguments(parser, DecodeConfig)
     assert "--kv-memory" in parser.format_help()
-    assert "--core-loan" not in parser.format_help()
-    assert read(DecodeConfig, "--core-loan", "/ledger:1,2").core_loan == CoreLoan("/ledger", (1, 2))
+    assert "--device-workers" not in parser.format_help()
+    assert read(DecodeConfig, "--device-workers", "3").device_workers == 3
 
 
 def test_another_commands_key_and_other_programs_keys_are_fine() -> None:
