@@ -33,8 +33,9 @@ from typing import Any
 
 import torch
 
+from decode_worker.policy import WorkerPolicy
 from decode_worker.scheduler import StepLimits
-from decode_worker.worker import DecodeWorker, WorkerParts, WorkerPolicy
+from decode_worker.worker import new_decode_worker
 from engine.block_pool import BlockPool
 from engine.engine_thread import EngineThread
 from engine.kv_cache import KvCache
@@ -49,6 +50,7 @@ from tandem.kv_layout import DType, KvLayout
 from tandem.limits import Limits
 from tandem.types import GroupSpec, Handle, Incarnation, RequestId, SamplingParams, TokenId
 from tandem.validation import Validator
+from worker.parts import WorkerParts
 from worker.serving.router_session import RouterSession
 
 NUM_SEQS = (1, 64, 256, 1024)
@@ -124,9 +126,9 @@ async def measure(num_seqs: int, num_steps: int, spent: Spent) -> dict[str, floa
     receiver: Any = _NoHandOffs()
     limits = StepLimits(_BLOCK_SIZE, num_seqs, _CHUNK_TOKENS)
     parts: Any = WorkerParts(
-        engine, PrefixCache(BlockPool(num_blocks, _BLOCK_SIZE)), receiver, Validator(Limits(), _VOCAB_SIZE, 4096), clock
+        engine, PrefixCache(BlockPool(num_blocks, _BLOCK_SIZE)), Validator(Limits(), _VOCAB_SIZE, 4096), clock
     )
-    worker = DecodeWorker(parts, WorkerPolicy(limits, 4096))
+    worker = new_decode_worker(parts, receiver, WorkerPolicy(limits, 4096))
     session = _session()
     tasks = [asyncio.ensure_future(worker.run()), asyncio.ensure_future(_write(session, spent))]
     sampling = SamplingParams(max_tokens=num_steps + 3 * _WARM_STEPS, temperature=0.0)
@@ -185,7 +187,7 @@ def _watch(spent: Spent) -> None:
     from decode_worker.running_batch import RunningBatch
 
     spent.watch(RunningBatch, ("next_step", "step_behind"), "plan")
-    from decode_worker.step_loop import StepLoop
+    from worker.steps import StepLoop
 
     spent.watch(StepLoop, [name for name in ("_apply_rows",) if hasattr(StepLoop, name)], "apply")
     spent.watch(StepLoop, ["_report"], "apply")

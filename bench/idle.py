@@ -31,8 +31,9 @@ from typing import Any
 
 import uvloop
 
+from decode_worker.policy import WorkerPolicy
 from decode_worker.scheduler import StepLimits
-from decode_worker.worker import DecodeWorker, WorkerParts, WorkerPolicy
+from decode_worker.worker import new_decode_worker
 from engine.loading import load_engine
 from engine.runner import Runner
 from engine.step import SampledToken
@@ -56,6 +57,8 @@ from tandem.types import (
     WaitReason,
 )
 from tandem.validation import Validator
+from worker.core import Worker
+from worker.parts import WorkerParts
 from worker.ports import RouterPort
 
 NUM_SEQS = (1, 16, 64)
@@ -173,9 +176,7 @@ class Router(RouterPort):
 
 
 @asynccontextmanager
-async def open_worker(
-    model: str, threads: int, max_seqs: int, policy: Mapping[str, Any]
-) -> AsyncIterator[DecodeWorker]:
+async def open_worker(model: str, threads: int, max_seqs: int, policy: Mapping[str, Any]) -> AsyncIterator[Worker]:
     """A decode worker that runs until the block ends. The parts are put together as its `app` does.
 
     `policy`: of `WorkerPolicy`, beyond its caps.
@@ -189,8 +190,9 @@ async def open_worker(
         receiver = KvReceiver(memory, prints, MonotonicClock(), (TCP,), "127.0.0.1")
         validator = Validator(Limits(), checkpoint.vocab_size, checkpoint.context_tokens)
         limits = StepLimits(engine.layout.block_size, max_seqs, _CHUNK_TOKENS)
-        worker = DecodeWorker(
-            WorkerParts(engine.thread, engine.cache, receiver, validator, MonotonicClock()),
+        worker = new_decode_worker(
+            WorkerParts(engine.thread, engine.cache, validator, MonotonicClock()),
+            receiver,
             WorkerPolicy(limits, engine.max_sequence_tokens, **policy),
         )
         await receiver.start()
@@ -206,7 +208,7 @@ async def open_worker(
         engine.close()
 
 
-async def decode_together(worker: DecodeWorker, num_seqs: int, prompt_tokens: int, output_tokens: int) -> Router:
+async def decode_together(worker: Worker, num_seqs: int, prompt_tokens: int, output_tokens: int) -> Router:
     """Greedy, end-of-text ignored; returns once every sequence has ended. Raises TandemError if one fails."""
     rng = random.Random(num_seqs)
     router = Router(num_seqs)

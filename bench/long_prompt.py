@@ -26,8 +26,9 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, cast
 
+from decode_worker.policy import WorkerPolicy
 from decode_worker.scheduler import StepLimits
-from decode_worker.worker import DecodeWorker, WorkerParts, WorkerPolicy
+from decode_worker.worker import new_decode_worker
 from engine.block_pool import BlockPool
 from engine.prefix_cache import PrefixCache
 from engine.step import SampledToken, Step, StepResult
@@ -41,6 +42,8 @@ from tandem.limits import Limits
 from tandem.types import GroupSpec, Handle, Incarnation, RequestId, SamplingParams, TokenId
 from tandem.v1 import worker_pb2
 from tandem.validation import Validator
+from worker.core import Worker
+from worker.parts import WorkerParts
 from worker.serving import service
 from worker.serving.cache_reports import CacheReports
 from worker.serving.router_session import RouterSession
@@ -142,8 +145,9 @@ async def measure(num_tokens: int) -> dict[str, float]:
     validator = Validator(Limits(), _VOCAB_SIZE, num_tokens + 4096)
     engine: Any = Engine()
     receiver: Any = table
-    worker = DecodeWorker(
-        WorkerParts(engine, cache, receiver, validator, clock),
+    worker = new_decode_worker(
+        WorkerParts(engine, cache, validator, clock),
+        receiver,
         WorkerPolicy(StepLimits(_BLOCK_SIZE, 8, 8192), num_tokens + 4096),
     )
     session = RouterSession(Incarnation("ab" * 16))
@@ -180,7 +184,7 @@ async def measure(num_tokens: int) -> dict[str, float]:
 
 
 async def _hand_off(
-    times: Times, worker: DecodeWorker, session: RouterSession, table: Table, reserve: bytes, turn: str
+    times: Times, worker: Worker, session: RouterSession, table: Table, reserve: bytes, turn: str
 ) -> None:
     with times.call("Reserve parsed" + turn):
         message = worker_pb2.ConnectRequest.FromString(reserve)

@@ -18,21 +18,20 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import asdict, dataclass
 
+from decode_worker.policy import WorkerPolicy
 from decode_worker.scheduler import StepLimits
-from decode_worker.worker import DecodeWorker, WorkerPolicy
-from decode_worker.worker import WorkerParts as DecodeParts
+from decode_worker.worker import new_decode_worker
 from engine.loading import Engine, EngineRole, load_engine
 from engine.step import SampledToken
 from kvtransfer.base import Fingerprints, PoolMemory
 from kvtransfer.receiver import KvReceiver
 from kvtransfer.sender import KvSender
 from models.files.checkpoint import CheckpointInfo, read_checkpoint
-from prefill_worker.scheduler import BatchLimits
-from prefill_worker.worker import PrefillWorker
-from prefill_worker.worker import WorkerParts as PrefillParts
+from prefill_worker.prompt_line import LineLimits
+from prefill_worker.prompts import PromptPolicy
+from prefill_worker.worker import new_prefill_worker
 from shell.clock import MonotonicClock
 from shell.config import WorkerConfig
-from shell.telemetry.observers import WorkerObserver
 from tandem.errors import TandemError
 from tandem.limits import Limits
 from tandem.types import (
@@ -47,7 +46,8 @@ from tandem.types import (
     new_incarnation,
 )
 from tandem.validation import Validator
-from worker.outgoing_transfer import OutgoingPolicy
+from worker.core import Worker
+from worker.parts import WorkerParts
 from worker.ports import RouterPort
 
 BOUND_MS = 100.0
@@ -126,7 +126,7 @@ class Port(RouterPort):
 class Pair:
     """One prefill and one decode worker in this process."""
 
-    def __init__(self, prefill: PrefillWorker, decode: DecodeWorker, engines: tuple[Engine, Engine]) -> None:
+    def __init__(self, prefill: Worker, decode: Worker, engines: tuple[Engine, Engine]) -> None:
         self.prefill = prefill
         self.decode = decode
         self._engines = engines
@@ -199,14 +199,14 @@ async def open_pair(model: str) -> AsyncIterator[Pair]:
     sender = KvSender(_memory(prefill_engine), _prints(prefill_engine), clock, "shm")
     receiver = KvReceiver(_memory(decode_engine), _prints(decode_engine), clock, ("shm",), "127.0.0.1")
     longest = decode_engine.max_sequence_tokens
-    prefill = PrefillWorker(
-        PrefillParts(prefill_engine.thread, prefill_engine.cache, sender, validator, clock, WorkerObserver()),
-        BatchLimits(CHUNK_TOKENS, 16),
-        OutgoingPolicy(),
-        longest,
+    prefill = new_prefill_worker(
+        WorkerParts(prefill_engine.thread, prefill_engine.cache, validator, clock),
+        sender,
+        PromptPolicy(LineLimits(16), longest, CHUNK_TOKENS),
     )
-    decode = DecodeWorker(
-        DecodeParts(decode_engine.thread, decode_engine.cache, receiver, validator, clock),
+    decode = new_decode_worker(
+        WorkerParts(decode_engine.thread, decode_engine.cache, validator, clock),
+        receiver,
         WorkerPolicy(StepLimits(decode_engine.pool.block_size, 16, CHUNK_TOKENS), longest),
     )
     await receiver.start()

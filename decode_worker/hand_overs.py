@@ -26,10 +26,10 @@ from decode_worker.pressure import Pressure
 from decode_worker.running_batch import RunningBatch
 from engine.prefix_cache import PrefixCache
 from kvtransfer.base import Sender, TransferReport
+from prefill_worker.outgoing_transfer import OutgoingPolicy, OutgoingTransfer
 from tandem.errors import FrameError, InvalidRequest, Reason, TandemError, Unavailable
 from tandem.first_tokens import FirstTokens, NextTokens, encode_first_tokens
 from tandem.types import Handle, MoveReason
-from worker.outgoing_transfer import OutgoingPolicy, OutgoingTransfer
 from worker.ports import Destination, RouterPort
 from worker.request import Request
 

@@ -23,7 +23,6 @@ from typing import Protocol
 
 import numpy as np
 
-from decode_worker.patience import Patience
 from engine.prefix_cache import PrefixCache
 from engine.sequence import new_block_table
 from kvtransfer.base import BlockRefs, Offer, Receiver
@@ -33,6 +32,7 @@ from tandem.errors import FrameError, Overloaded, TandemError, TicketRefused, Tr
 from tandem.first_tokens import FirstTokens, NextTokens, decode_first_tokens
 from tandem.lifecycle import TRANSFER_MOVES, BlockState, TransferState, advance
 from tandem.types import BlockId
+from worker.patience import Patience
 from worker.request import Request
 
 _log = get_logger(__name__)

@@ -231,8 +231,8 @@ class DecodeConfig(WorkerConfig):
     overlap_steps: str = _internal(
         "overlap-steps",
         "auto",
-        "plan and launch a decode step while another one computes; auto = where that pays: on a GPU, and on a CPU if "
-        "planning is a small part of a step",
+        "auto = plan and launch the next decode step shortly before the one that computes should end; off = once it "
+        "has ended",
         one_of("auto", "off"),
     )
     cuda_graph_seqs: int | None = _compute(

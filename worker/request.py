@@ -32,11 +32,11 @@ class Request:
         arrived_s: float,
         deadline: Deadline,
         observer: SequenceObserver,
-        destination: str = "",
+        destination: str | None = None,
     ) -> None:
         """`number` counts up with each arrival; `observer` is told of each thing where it happens.
 
-        `destination` names the decode worker that a prefill worker hands it to.
+        `destination` names the worker to which this one hands it once its prompt is computed; None = it stays here.
         """
         self.router = router
         self.handle = handle
@@ -51,10 +51,10 @@ class Request:
         """When its first tokens were scheduled; None before."""
         self.owes_prefill_done = True
         """Whether the prompt is computed here, and the router has not been told that it is done."""
+        self.has_ended = False
+        """Whether nothing more is said about it."""
         self.max_local_tokens: int | None = None
         """Most tokens that a worker which computes the prompt itself may have to compute; None = any number."""
-        self.for_another = False
-        """Whether a worker that also decodes computes the prompt for another one, to which it hands it over."""
         self.came_after_tokens = 0
         """Prompt tokens that its worker had computed when it came: its age, as `turns` counts it."""
         self.num_sampled_tokens = 0
@@ -63,14 +63,14 @@ class Request:
         """Plans by which one of a later rank took a seat, while it waited without blocks."""
 
     @property
+    def for_another(self) -> bool:
+        """Whether its prompt is computed here for another worker."""
+        return self.destination is not None
+
+    @property
     def reads_cache(self) -> bool:
         """Whether KV that a cache knows may stand for what is still to be computed."""
         return not self.owes_prefill_done or self.spec.sampling.prompt_logprobs is None
-
-    @property
-    def num_seats(self) -> int:
-        """Rows of the batch that it takes, or will take, for decoding."""
-        return 0 if self.for_another else self.group.num_seats
 
     @property
     def cached_tokens(self) -> int:

@@ -11,8 +11,9 @@ from typing import Any
 
 import pytest
 
+from decode_worker.policy import WorkerPolicy
 from decode_worker.scheduler import StepLimits
-from decode_worker.worker import DecodeWorker, WorkerParts, WorkerPolicy
+from decode_worker.worker import new_decode_worker
 from engine.block_pool import BlockPool
 from engine.prefix_cache import PrefixCache
 from engine.step import Step
@@ -41,6 +42,8 @@ from tests.manual_clock import ManualClock
 from tests.recording_observers import RecordedRequest, RecordingWorker
 from tests.registering import INFO
 from tests.token_engine import VOCAB_SIZE, WAIT_S, FakeEngine, expected_tokens
+from worker.core import Worker
+from worker.parts import WorkerParts
 from worker.ports import Destination
 
 NUM_BLOCKS = 64
@@ -121,7 +124,7 @@ class Decoder:
     info: WorkerInfo
     engine: FakeEngine
     cache: PrefixCache
-    core: DecodeWorker
+    core: Worker
     link: CoreLink
     observer: RecordingWorker = field(default_factory=RecordingWorker)
 
@@ -145,13 +148,11 @@ class TwoDecoders:
     def _decoder(self, name: str, engine: FakeEngine, receiver: Any, sender: Any, *, overlap_steps: bool) -> Decoder:
         info = replace(INFO, worker_id=WorkerId(name), incarnation=Incarnation(name), max_sequence_tokens=4096)
         cache, observer = PrefixCache(engine._pool), RecordingWorker()
-        parts = WorkerParts(
-            engine, cache, receiver, Validator(Limits(), VOCAB_SIZE, 4096), self.clock, observer, sender=sender
-        )
+        parts = WorkerParts(engine, cache, Validator(Limits(), VOCAB_SIZE, 4096), self.clock, observer)
         policy = WorkerPolicy(
             StepLimits(BLOCK_SIZE, 8, chunk_tokens=16), 4096, first_guess_tokens=4, overlap_steps=overlap_steps
         )
-        core = DecodeWorker(parts, policy)
+        core = new_decode_worker(parts, receiver, policy, sender)
         return Decoder(info, engine, cache, core, CoreLink(info, core), observer)
 
     async def __aenter__(self) -> TwoDecoders:

@@ -74,7 +74,7 @@ async def test_one_that_was_handed_over_stays_for_a_while(monkeypatch: pytest.Mo
         cores.old.engine.let_go()
         await cores.until(lambda: cores.new.engine.num_steps > 3)
         assert not stream.attempt.leaves
-        hand_overs = cores.new.core._hand_overs
+        hand_overs = cores.new.core._decodes._hand_overs
         (request,) = cores.new.core._requests.values()
         hand_overs._sender = cores.wire
         for seconds, offered in ((STAY_S - 1.0, False), (1.0, True)):

@@ -18,10 +18,12 @@ from typing import TypeVar
 
 from opentelemetry.trace import Tracer
 
+from engine.guides import Guides
 from engine.loading import Engine, EngineRole, load_engine, resolve_device
 from engine.prefix_cache import PrefixCache
 from kernels.cpu.core_loans import CoreLoan
 from kvtransfer.base import DeviceMemory, Fingerprints, PoolMemory
+from kvtransfer.sender import KvSender
 from kvtransfer.transports import choose
 from models.files.checkpoint import CheckpointInfo
 from models.preflight import read_servable
@@ -38,6 +40,7 @@ from tandem.errors import ConfigError
 from tandem.security.credentials import Security
 from tandem.types import Incarnation, Role, WorkerId, WorkerInfo, new_incarnation
 from tandem.validation import Validator
+from worker.parts import WorkerParts
 from worker.ports import WorkerCore
 from worker.serving.cache_reports import CacheListeners, CacheReports
 from worker.serving.kv_events import KvEvents
@@ -111,6 +114,20 @@ class Foundation:
         if allocation is not None:
             device = DeviceMemory(cache.blocks_view, allocation.shared_fd, allocation.size_bytes)
         return PoolMemory(cache.host_rows, cache.shared_fd, self.incarnation, cache.staging, device)
+
+    def sender(self, engine: Engine) -> KvSender:
+        """A new one, for its caller to stop."""
+        return KvSender(
+            self.pool_memory(engine),
+            self.fingerprints(engine),
+            self.clock,
+            self.config.transport,
+            tls=self.security.outgoing.tls,
+        )
+
+    def parts(self, engine: Engine, guides: Guides) -> WorkerParts:
+        """What the core works with."""
+        return WorkerParts(engine.thread, engine.cache, self.validator, self.clock, self.observer, guides)
 
     def fingerprints(self, engine: Engine) -> Fingerprints:
         """What the other side of a transfer must share."""

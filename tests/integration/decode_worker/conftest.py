@@ -14,8 +14,9 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from bench.support.tiny_models import CONTEXT_TOKENS, TINY_MODELS, VOCAB_SIZE, save_tiny_model
+from decode_worker.policy import WorkerPolicy
 from decode_worker.scheduler import StepLimits
-from decode_worker.worker import DecodeWorker, WorkerParts, WorkerPolicy
+from decode_worker.worker import new_decode_worker
 from engine.block_pool import BlockPool
 from engine.guides import Guides
 from engine.loading import Engine, EngineRole, load_engine
@@ -41,6 +42,8 @@ from tandem.types import (
     new_incarnation,
 )
 from tandem.validation import Validator
+from worker.core import Worker
+from worker.parts import WorkerParts
 from worker.ports import RouterPort
 
 WAIT_S = 60.0
@@ -223,7 +226,7 @@ class Router(RouterPort):
 class Bench:
     """A running worker, its engine and its router."""
 
-    worker: DecodeWorker
+    worker: Worker
     engine: Engine
     router: Router
     num_handles: int = 0
@@ -290,8 +293,9 @@ def open_bench(load_tiny_engine: Callable[..., Engine]) -> Callable[..., object]
         prints = Fingerprints(engine.fingerprint, engine.layout)
         receiver = KvReceiver(memory, prints, MonotonicClock(), (SHM, TCP), "127.0.0.1")
         validator = Validator(Limits(), VOCAB_SIZE, CONTEXT_TOKENS)
-        worker = DecodeWorker(
-            WorkerParts(engine.thread, engine.cache, receiver, validator, MonotonicClock(), guides=guides),
+        worker = new_decode_worker(
+            WorkerParts(engine.thread, engine.cache, validator, MonotonicClock(), guides=guides),
+            receiver,
             WorkerPolicy(
                 StepLimits(block_size, max_seqs, chunk_tokens),
                 engine.max_sequence_tokens,

@@ -9,9 +9,12 @@ from dataclasses import dataclass, field, replace
 
 import pytest
 
+from decode_worker.decodes import Decodes
 from decode_worker.incoming_transfers import TransferPolicy
+from decode_worker.policy import WorkerPolicy
+from decode_worker.running_batch import RunningBatch
 from decode_worker.scheduler import StepLimits
-from decode_worker.worker import DecodeWorker, WorkerParts, WorkerPolicy
+from decode_worker.worker import new_decode_worker
 from engine.beam import num_candidates
 from engine.block_pool import BlockPool
 from engine.engine_thread import EngineBroken
@@ -37,6 +40,8 @@ from tandem.validation import Validator
 from tests.manual_clock import ManualClock
 from tests.recording_observers import RecordingWorker
 from tests.token_engine import VOCAB_SIZE, WAIT_S, FakeEngine, candidates, expected_tokens, next_token
+from worker.core import Worker
+from worker.parts import WorkerParts
 from worker.ports import RouterPort
 
 
@@ -198,7 +203,7 @@ class FakeRouter(RouterPort):
 class Bench:
     """A running worker and everything around it."""
 
-    worker: DecodeWorker
+    worker: Worker
     engine: FakeEngine
     pool: BlockPool
     cache: PrefixCache
@@ -207,6 +212,13 @@ class Bench:
     router: FakeRouter
     observer: RecordingWorker
     running: asyncio.Task[None]
+
+    @property
+    def batch(self) -> RunningBatch:
+        """The worker's own."""
+        decodes = self.worker._decodes
+        assert isinstance(decodes, Decodes)
+        return decodes._batch
 
     def reserve(
         self,
@@ -344,7 +356,7 @@ def open_bench() -> Callable[..., object]:
             overlap_steps=overlap_steps,
         )
         observer = RecordingWorker()
-        worker = DecodeWorker(WorkerParts(engine, cache, receiver, validator, clock, observer), policy)
+        worker = new_decode_worker(WorkerParts(engine, cache, validator, clock, observer), receiver, policy)
         running = asyncio.create_task(worker.run())
         bench = Bench(worker, engine, pool, cache, receiver, clock, FakeRouter(), observer, running)
         try:

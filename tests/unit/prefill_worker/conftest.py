@@ -17,8 +17,10 @@ from engine.step import (
     SampledToken,
 )
 from kvtransfer.base import TransferReport
-from prefill_worker.scheduler import BatchLimits
-from prefill_worker.worker import PrefillWorker, WorkerParts
+from prefill_worker.outgoing_transfer import OutgoingPolicy
+from prefill_worker.prompt_line import LineLimits
+from prefill_worker.prompts import PromptPolicy
+from prefill_worker.worker import new_prefill_worker
 from tandem.errors import TandemError
 from tandem.first_tokens import decode_first_tokens
 from tandem.limits import Limits
@@ -39,7 +41,7 @@ from tandem.validation import Validator
 from tests.manual_clock import ManualClock
 from tests.prompt_engine import BLOCK_SIZE, DEADLINE_S, FakeEngine, Gate, token_at
 from tests.recording_observers import RecordingWorker
-from worker.outgoing_transfer import OutgoingPolicy
+from worker.parts import WorkerParts
 from worker.ports import RouterPort
 
 
@@ -195,9 +197,9 @@ class Bench:
         self.cache = PrefixCache(self.pool, enabled=cached, tier=tier)
         self.observer = RecordingWorker()
         validator = Validator(Limits(), vocab_size=1000, context_tokens=256)
-        parts = WorkerParts(self.engine, self.cache, self.sender, validator, self.clock, self.observer, guides)
-        policy = OutgoingPolicy(overlap=overlap)
-        self.worker = PrefillWorker(parts, BatchLimits(8, 4), policy, max_sequence_tokens=64)
+        parts = WorkerParts(self.engine, self.cache, validator, self.clock, self.observer, guides)
+        policy = PromptPolicy(LineLimits(4), 64, chunk_tokens=8, outgoing=OutgoingPolicy(overlap=overlap))
+        self.worker = new_prefill_worker(parts, self.sender, policy)
         self.running = asyncio.create_task(self.worker.run())
 
     def prefill(

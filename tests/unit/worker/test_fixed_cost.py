@@ -13,7 +13,7 @@ from itertools import pairwise
 
 import pytest
 
-from decode_worker.chunk_budget import FIXED_TIMES, ChunkBudget, PromptInLine
+from worker.budget import FIXED_TIMES, ChunkBudget, PromptInLine
 
 CHUNK, ALONE = 2048, 4096
 TOKENS_PER_S = 43_000.0

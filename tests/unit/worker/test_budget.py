@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from decode_worker.chunk_budget import FEW_STEPS, LATE, MARGIN, OWN_STEPS, ChunkBudget, PromptInLine
+from worker.budget import FEW_STEPS, LATE, MARGIN, OWN_STEPS, ChunkBudget, PromptInLine
 
 CHUNK = 512
 GRAIN_TOKENS = 4

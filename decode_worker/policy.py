@@ -1,38 +1,14 @@
-"""What a decode worker is made of: its parts, and its caps and times."""
+"""Caps and times of a worker that decodes."""
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, field
 
-from decode_worker.chunk_budget import ChunkBudget
 from decode_worker.growth import FIRST_GUESS_TOKENS
 from decode_worker.incoming_transfers import TransferPolicy
 from decode_worker.reservations import MAX_OVERTAKES, MAX_QUEUED
 from decode_worker.scheduler import StepLimits
-from engine.guides import Guides
-from engine.prefix_cache import PrefixCache
-from kvtransfer.base import Receiver, Sender
-from shell.clock import Clock
-from shell.telemetry.observers import WorkerObserver
-from tandem.validation import Validator
-from worker.ports import StepEngine
-
-
-@dataclass(frozen=True, slots=True)
-class WorkerParts:
-    """What the worker works with; owned and closed by whoever made them."""
-
-    engine: StepEngine
-    cache: PrefixCache
-    receiver: Receiver
-    validator: Validator
-    clock: Clock
-    observer: WorkerObserver = field(default_factory=WorkerObserver)
-    guides: Guides | None = None
-    """None = constraints are refused."""
-    sender: Sender | None = None
-    """Hands over what runs here when the worker drains, and prompts; None = it ends here, or is replayed."""
+from worker.budget import ChunkBudget
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,8 +24,6 @@ class WorkerPolicy:
     """How long completions are expected to become before any has ended here."""
     overlap_steps: bool = True
     """Whether a second step may be in flight."""
-    max_planning_share: float = math.inf
-    """Of a step, that planning the next one may take for both to overlap: on a CPU they take each other's cores."""
     inter_token_objective_s: float | None = 0.0
     """See `ChunkBudget`."""
     waiting_served_ratio: float = 3.0
