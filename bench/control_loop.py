@@ -39,7 +39,7 @@ from decode_worker.worker import new_decode_worker
 from engine.block_pool import BlockPool
 from engine.engine_thread import EngineThread
 from engine.kv_cache import KvCache
-from engine.placement import ThreadPlacement, open_engine_executor
+from engine.placement import open_engine_executor
 from engine.prefix_cache import PrefixCache
 from engine.runner import Runner
 from kernels.operations import Kernels
@@ -121,7 +121,7 @@ async def measure(num_seqs: int, num_steps: int, spent: Spent) -> dict[str, floa
     cache = KvCache.create(KvLayout(1, 1, _BLOCK_SIZE, 8, DType.FLOAT32), num_blocks, torch.device("cpu"))
     kernels = replace(Kernels(ReferenceBackend(), ReferenceOperations()), row_max=_row_max)
     answers: Any = Answers()
-    engine = EngineThread(Runner(answers, cache, kernels), open_engine_executor(ThreadPlacement()))
+    engine = EngineThread(Runner(answers, cache, kernels), open_engine_executor())
     clock: Any = MonotonicClock()
     receiver: Any = _NoHandOffs()
     limits = StepLimits(_BLOCK_SIZE, num_seqs, _CHUNK_TOKENS)

@@ -34,15 +34,15 @@ import uvloop
 from decode_worker.policy import WorkerPolicy
 from decode_worker.scheduler import StepLimits
 from decode_worker.worker import new_decode_worker
-from engine.loading import EngineOptions, load_engine
-from engine.placement import ThreadPlacement
+from engine.loading import load_engine
 from engine.runner import Runner
 from engine.step import SampledToken
 from kvtransfer.base import Fingerprints, PoolMemory
 from kvtransfer.receiver import KvReceiver
 from kvtransfer.transports import TCP
-from models.files.checkpoint import read_checkpoint, resolve_model
+from models.files.checkpoint import read_checkpoint
 from shell.clock import MonotonicClock
+from shell.config import WorkerConfig
 from simulator.outcomes import quantile
 from tandem.errors import TandemError
 from tandem.limits import Limits
@@ -182,10 +182,8 @@ async def open_worker(model: str, threads: int, max_seqs: int, policy: Mapping[s
     `policy`: of `WorkerPolicy`, beyond its caps.
     """
     checkpoint = read_checkpoint(model)
-    options = EngineOptions(
-        model_path=resolve_model(model), max_seqs=max_seqs, placement=ThreadPlacement(threads=threads)
-    )
-    engine = await asyncio.to_thread(load_engine, options)
+    config = WorkerConfig(model=model, max_seqs=max_seqs, threads=threads)
+    engine = await asyncio.to_thread(load_engine, config)
     try:
         memory = PoolMemory(engine.kv_cache.host_rows, engine.kv_cache.shared_fd, Incarnation(secrets.token_hex(16)))
         prints = Fingerprints(engine.fingerprint, engine.layout)

@@ -22,9 +22,8 @@ from dataclasses import asdict, dataclass
 
 from bench.inprocess import run_batch
 from bench.support.cluster import serve
-from engine.loading import EngineOptions, load_engine
-from engine.placement import ThreadPlacement
-from models.files.checkpoint import resolve_model
+from engine.loading import load_engine
+from shell.config import WorkerConfig
 from tandem.client import AsyncClient, Timings
 
 Prompts = Sequence[tuple[int, ...]]
@@ -122,11 +121,7 @@ def measure_engine(model: str, prompts: Prompts, shape: Shape, threads: int) -> 
     """Median step at the full batch, median first token of one prompt, one completion."""
     all_cores = os.sched_getaffinity(0)
     os.sched_setaffinity(0, sorted(all_cores)[-threads:])  # the whole process, as `tandem serve` pins a worker
-    engine = load_engine(
-        EngineOptions(
-            model_path=resolve_model(model), max_seqs=shape.streams, placement=ThreadPlacement(threads=threads)
-        )
-    )
+    engine = load_engine(WorkerConfig(model=model, max_seqs=shape.streams, threads=threads))
     try:
         run_batch(engine, prompts, 8, 512)  # warm
         steps = [run_batch(engine, prompts, shape.output_tokens, 512).step_s for _ in range(shape.repeats)]

@@ -21,8 +21,7 @@ from dataclasses import asdict, dataclass
 from decode_worker.policy import WorkerPolicy
 from decode_worker.scheduler import StepLimits
 from decode_worker.worker import new_decode_worker
-from engine.loading import Engine, EngineOptions, load_engine
-from engine.placement import ThreadPlacement
+from engine.loading import Engine, EngineRole, load_engine
 from engine.step import SampledToken
 from kvtransfer.base import Fingerprints, PoolMemory
 from kvtransfer.receiver import KvReceiver
@@ -32,6 +31,7 @@ from prefill_worker.prompt_line import LineLimits
 from prefill_worker.prompts import PromptPolicy
 from prefill_worker.worker import new_prefill_worker
 from shell.clock import MonotonicClock
+from shell.config import WorkerConfig
 from tandem.errors import TandemError
 from tandem.limits import Limits
 from tandem.types import (
@@ -225,10 +225,8 @@ async def open_pair(model: str) -> AsyncIterator[Pair]:
 
 def _load(checkpoint: CheckpointInfo, *, shared_kv: bool) -> Engine:
     """Without a prefix cache: every round computes the same prompt."""
-    options = EngineOptions(
-        model_path=checkpoint.path, shared_kv=shared_kv, prefix_cache=False, placement=ThreadPlacement(threads=1)
-    )
-    return load_engine(options)
+    config = WorkerConfig(model=str(checkpoint.path), prefix_cache=False, threads=1)
+    return load_engine(config, EngineRole(shared_kv=shared_kv))
 
 
 def _memory(engine: Engine) -> PoolMemory:

@@ -103,7 +103,7 @@ def test_an_earlier_run_gives_objectives_and_where_searches_begin(tmp_path: Path
 
 
 def test_a_run_goes_on_after_the_loads_of_an_earlier_one_that_had_the_same_plan(tmp_path: Path) -> None:
-    plan = Plan("smoke", (0,), {AUTO: ("--roles", "auto")}, None, ("mixed",), QUICK, {}, first_per_s=1.0)
+    plan = Plan("smoke", (0,), {AUTO: ("--workers", "2")}, None, ("mixed",), QUICK, {}, first_per_s=1.0)
     kept = tmp_path / "kept.json"
     kept.write_text(json.dumps({"settings": plan.settings(), "loads": {"mixed": {"servers": {}}}}))
     assert read_found(kept, replace(plan, effort=FULL)) == {"mixed": {"servers": {}}}
@@ -320,7 +320,7 @@ def record(goodput: dict[str, float | None]) -> dict[str, Any]:
             "tier": "avx2",
             "vllm_dtype": "float32",
             "threads": 2,
-            "servers": {AUTO: ["--roles", "auto"]},
+            "servers": {AUTO: ["--workers", "2"]},
             "effort": {"requests": 10, "ratio": 1.1},
             "loads": {"mixed": {"prompt": shape, "output": shape}},
             "served": {},
