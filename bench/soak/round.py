@@ -14,7 +14,7 @@ from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from random import Random
 
-from bench.soak_calls import (
+from bench.soak.calls import (
     MODEL_CHANGED,
     NOT_COUNTED,
     OVERRUN_S,
@@ -25,9 +25,9 @@ from bench.soak_calls import (
     call,
     draw_manner,
 )
-from bench.soak_changes import Changes
-from bench.soak_faults import Faults
-from bench.soak_model import SoakModel
+from bench.soak.changes import Changes
+from bench.soak.faults import Faults
+from bench.soak.model import SoakModel
 from bench.support.cluster import Cluster, becomes_idle
 from bench.support.processes import Usage, children, usage
 from bench.support.resetting_proxy import ResettingProxy
@@ -158,11 +158,11 @@ class Round:
         """The whole round; the storm takes so many seconds."""
         async with AsyncClient(self._cluster.target) as operator:
             await self._rests(operator, "before the faults")
-            before = self._look()
+            before = look(self._cluster)
             async with self._proxies() as proxies, self._clients(proxies) as clients:
                 await self._storm(seconds, operator, proxies, clients)
             await self._rests(operator, "after the faults")
-            self._check_leaks(before, self._look())
+            self._check_leaks(before, look(self._cluster))
         by_manner = {
             manner.value: dict(Counter(each.outcome for each in self._ended if each.manner is manner))
             for manner in Manner
@@ -236,10 +236,6 @@ class Round:
             self.say(f"{name} (pid {now.pid}): {then} became {now}")
         for leak in leaks(before, after, self._later_links):
             self._violated(leak)
-
-    def _look(self) -> dict[str, Usage]:
-        pids = {"serve": self._cluster.process.pid} | children(self._cluster.process.pid)
-        return {name: found for name, pid in pids.items() if (found := usage(pid)) is not None}
 
     @contextlib.asynccontextmanager
     async def _proxies(self) -> AsyncIterator[dict[str, ResettingProxy]]:
@@ -335,6 +331,12 @@ class Round:
             begin_s = self._clock.now_s()
             await asyncio.sleep(_POLL_S)
             self._most_late_s = max(self._most_late_s, self._clock.now_s() - begin_s - _POLL_S)
+
+
+def look(cluster: Cluster) -> dict[str, Usage]:
+    """Returns what `tandem serve` and each of its children holds, by name."""
+    pids = {"serve": cluster.process.pid} | children(cluster.process.pid)
+    return {name: found for name, pid in pids.items() if (found := usage(pid)) is not None}
 
 
 def survivors(before: Mapping[str, Usage], after: Mapping[str, Usage]) -> Iterator[tuple[str, Usage, Usage]]:

@@ -20,8 +20,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from random import Random
 
-from bench.soak_faults import ROUTER
-from bench.soak_model import SoakModel
+from bench.soak.faults import ROUTER
+from bench.soak.model import SoakModel
 from bench.support.cluster import eventually
 from bench.support.processes import children, started_s
 

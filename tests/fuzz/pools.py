@@ -1,4 +1,4 @@
-"""The pools that `bench.fuzz_transfer` hands over between, as each transport needs them."""
+"""The pools that `tests.fuzz.transfer` hands over between, as each transport needs them."""
 
 from __future__ import annotations
 

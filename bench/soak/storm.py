@@ -3,9 +3,9 @@
 Rounds on the demo model, at 1 + 1, 2 + 2 and 4 elastic workers of `tandem serve` (`--fleets`), over each transport
 that works on this machine. Twelve callers send requests over every sampling parameter, greedy and sampled; every other
 one shares: prompts that begin alike, salts, several choices, beams, constraints. They go through proxies that reset
-connections; some callers cancel, read slowly, have a tiny deadline or none (`bench.soak_calls`).
-Meanwhile one fault comes after the other (`bench.soak_faults`), and an operator replaces the weights, restarts the
-workers one by one, and lets workers with another layout of KV join for a while (`bench.soak_changes`). Then all that
+connections; some callers cancel, read slowly, have a tiny deadline or none (`bench.soak.calls`).
+Meanwhile one fault comes after the other (`bench.soak.faults`), and an operator replaces the weights, restarts the
+workers one by one, and lets workers with another layout of KV join for a while (`bench.soak.changes`). Then all that
 ends, and the cluster must come to rest.
 
 A violation, each told with its round's seed; exit code 1:
@@ -31,14 +31,11 @@ same round again.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import contextlib
 import os
 import random
-import secrets
 import subprocess
-import sys
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -47,12 +44,10 @@ from typing import Any
 
 import uvloop
 
-from bench import reliability_page
-from bench.record import write_record
-from bench.soak_calls import Kind, Manner, draw_requests, learn, merged
-from bench.soak_changes import GUEST, NEW_WEIGHTS
-from bench.soak_model import WEIGHTS, SoakModel
-from bench.soak_round import Account, Round
+from bench.soak.calls import Kind, Manner, draw_requests, learn, merged
+from bench.soak.changes import GUEST, NEW_WEIGHTS
+from bench.soak.model import WEIGHTS, SoakModel
+from bench.soak.round import Account, Round
 from bench.support.cluster import Cluster, serve
 from bench.support.processes import children, started_s
 from bench.support.random_requests import MAX_PRIORITY
@@ -252,33 +247,3 @@ def summary(seed: int, minutes: float, accounts: Sequence[Account]) -> dict[str,
         "most_late_s": max(each.most_late_s for each in accounts),
         "violations": violations,
     }
-
-
-def main() -> int:
-    """Runs, prints, records; exit code 1 if anything was violated."""
-    parser = argparse.ArgumentParser(
-        prog="python -m bench.soak", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--minutes", type=float, default=60.0, help="how long the storms last, about")
-    parser.add_argument("--seed", type=int, default=None, help="what is drawn; default: another one each time")
-    parser.add_argument("--only-round", type=int, default=None, metavar="N", help="this round of the seed alone")
-    parser.add_argument("--fleets", nargs="+", choices=FLEETS, default=FLEETS, help="which take turns; default: all")
-    parser.add_argument("--record", action="store_true", help="write bench/results/soak.json and the page")
-    options = parser.parse_args()
-    if options.record and options.only_round is not None:
-        parser.error("--record is for a whole run: leave out --only-round")
-    seed = secrets.randbelow(10**6) if options.seed is None else options.seed
-    fleets = " ".join(options.fleets)
-    print(f"python -m bench.soak --minutes {options.minutes:g} --seed {seed} --fleets {fleets}", flush=True)
-    accounts = soak(seed, options.minutes, options.only_round, options.fleets)
-    results = summary(seed, options.minutes, accounts)
-    print(reliability_page.soak_section(results))
-    print(*results["violations"], sep="\n")
-    if options.record:
-        write_record("soak", results)
-        reliability_page.main()
-    return 1 if results["violations"] else 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

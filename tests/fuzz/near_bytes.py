@@ -1,6 +1,6 @@
 """Bytes that are nearly right: what a broken or hostile peer might say of a frame, a ticket, an endpoint, a handshake.
 
-Pure and drawn from one `random.Random`, so that a case can be drawn again. Used by `bench.fuzz_transfer` and its tests.
+Pure and drawn from one `random.Random`, so that a case can be drawn again. Used by `tests.fuzz.transfer` and its tests.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""One process is killed under load, as in Dynamo's fault tolerance tests: `python -m bench.faults`.
+"""One process is killed under load, as in Dynamo's fault tolerance tests: `python -m bench.soak --kind kill`.
 
-As there: 8 clients send 100 requests each, one after the other, of 100 + 100 tokens and 30 s at most. When a quarter of
-them has ended, one process gets SIGKILL. A client pauses for a second after a request that failed. Here on the
-demo model, every second request is sampled with a seed, and the tokens of each answer, of failed ones too as far
-as they came, are compared with those of a quiet run.
+As there: 8 clients send 800 requests of 100 + 100 tokens and 30 s at most, one after the other each. When a quarter of
+the requests has ended, one process gets SIGKILL. A client pauses for a second after a request that failed. Here on the
+demo model, every second request is sampled with a seed, and the tokens of each answer, of failed ones too as far as
+they came, are compared with those of a quiet run.
 
     failed, in flight   sent before the kill. Which of two routers had a call, no client sees: all of them count
     failed, later       sent after the kill
@@ -18,32 +18,27 @@ as they came, are compared with those of a quiet run.
 Routers are killed three times: a single one whose clients do what `tandem.client` offers after a failure, `wait_ready`;
 a single one whose clients do what Dynamo's do, so that each fails about once a second until it is back; one of two.
 
-Exit code 1 if a bar is missed: no request fails when a worker is killed; when a router is killed, none that was sent
-later; recovery within 3 s; no wrong token. Of the clients that only pause, the number that fail has no bar.
+Bars: no request fails when a worker is killed; when a router is killed, none that was sent later; recovery within 3 s;
+no wrong token. Of the clients that only pause, the number that fail has no bar.
 """
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import contextlib
-import json
 import os
 import signal
-import sys
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 import uvloop
 
-from bench import reliability_page
-from bench.fault_load import READY_TIMEOUT_S, Call, Load, Question
-from bench.record import write_record
 from bench.support.cluster import eventually, serve
 from bench.support.fleet import Fleet
 from bench.support.ports import free_ports
 from bench.support.processes import children
+from bench.support.witness import Sighting, Witness, random_questions
 from shell.clock import Clock, MonotonicClock
 from tandem.client import AsyncClient, Client
 from tandem.errors import TandemError
@@ -51,12 +46,12 @@ from tandem.types import Role
 
 CLIENTS = 8
 REQUESTS_EACH = 100
-PROMPT_TOKENS = 100
-OUTPUT_TOKENS = 100
-NUM_QUESTIONS = 16
+NUM_QUESTIONS, PROMPT_TOKENS, OUTPUT_TOKENS = 16, 100, 100
+REQUEST_TIMEOUT_S = 30.0
 KILLED_AFTER = 1 / 4
 """Share of all requests that have ended by then."""
 RECOVERY_BAR_S = 3.0
+_READY_TIMEOUT_S = 60.0
 _WATCHED_S = 60.0
 """So long after the kill a worker's successor is looked for."""
 _POLL_S = 0.02
@@ -126,12 +121,11 @@ class Outcome:
     """The bars that were missed, in words."""
 
 
-def outcome_of(case: Case, calls: Sequence[Call], killed_s: float, recovered_s: float | None) -> Outcome:
+def outcome_of(case: Case, calls: Sequence[Sighting], killed_s: float, recovered_s: float | None) -> Outcome:
     """Counts. `recovered_s` is when the successor was seen to compute; None = never, or no worker was killed."""
-    failed = [call for call in calls if call.error]
-    later = sum(call.sent_s > killed_s for call in failed)
-    in_flight = len(failed) - later
     wrong = sum(call.is_wrong for call in calls)
+    failed = [call for call in calls if call.error and not call.is_wrong]
+    later = sum(call.sent_s > killed_s for call in failed)
     service_back_s = _first_end(killed_s, [call for call in calls if call.sent_s > killed_s])
     recovery_s = service_back_s
     if case.kills_worker:
@@ -151,19 +145,19 @@ def outcome_of(case: Case, calls: Sequence[Call], killed_s: float, recovered_s: 
         case.title,
         case.victim,
         len(calls),
-        in_flight,
+        len(failed) - later,
         later,
         wrong,
         service_back_s,
         recovery_s,
-        dict(Counter(call.error for call in failed)),
+        dict(Counter(call.error.partition(":")[0] for call in failed)),
         tuple(missed),
     )
 
 
-def _first_end(killed_s: float, calls: Sequence[Call]) -> float | None:
+def _first_end(killed_s: float, calls: Sequence[Sighting]) -> float | None:
     """Seconds from the kill to the end of the first of these that succeeded."""
-    return min((call.ended_s - killed_s for call in calls if call.succeeded), default=None)
+    return min((call.ended_s - killed_s for call in calls if not call.error), default=None)
 
 
 @contextlib.contextmanager
@@ -186,12 +180,12 @@ def running(case: Case) -> Iterator[tuple[str, int]]:
 def _wait_whole(target: str, num_workers: int) -> None:
     """Returns once so many workers serve. Raises RuntimeError if they do not in time."""
     with Client(target) as client:
-        client.wait_ready(READY_TIMEOUT_S)
+        client.wait_ready(_READY_TIMEOUT_S)
         if not eventually(lambda: sum(each.state == "serving" for each in client.status().workers) == num_workers, 30):
             raise RuntimeError(f"{client.status()}: not all of {num_workers} workers serve")
 
 
-async def _see_recovery(client: AsyncClient, worker: str, killed_pid: int, clock: Clock) -> float | None:
+async def see_recovery(client: AsyncClient, worker: str, killed_pid: int, clock: Clock) -> float | None:
     """When another process of this name was seen to have computed something since it was first seen; None = never."""
     first_steps: int | None = None
     end_s = clock.now_s() + _WATCHED_S
@@ -206,61 +200,26 @@ async def _see_recovery(client: AsyncClient, worker: str, killed_pid: int, clock
     return None
 
 
-async def _load_and_kill(case: Case, target: str, pid: int, clients: int, requests_each: int) -> Outcome:
-    questions = [Question(number, PROMPT_TOKENS, OUTPUT_TOKENS) for number in range(NUM_QUESTIONS)]
-    load = Load(target, clients, requests_each, questions)
-    await load.learn()
+async def _load_and_kill(case: Case, target: str, pid: int, clients: int, requests: int) -> Outcome:
+    questions = random_questions(NUM_QUESTIONS, PROMPT_TOKENS, OUTPUT_TOKENS)
+    patience = {"waits_until_ready": case.clients_wait, "timeout_s": REQUEST_TIMEOUT_S}
+    witness = Witness(target, clients, questions, **patience)  # type: ignore[arg-type]
     clock = MonotonicClock()
     async with AsyncClient(target) as operator, asyncio.TaskGroup() as tasks:
-        loading = tasks.create_task(load.run(waits_until_ready=case.clients_wait))
-        await load.ended(round(clients * requests_each * KILLED_AFTER))
-        killed_s = clock.now_s()
-        os.kill(pid, signal.SIGKILL)
-        watch = tasks.create_task(_see_recovery(operator, case.victim, pid, clock)) if case.kills_worker else None
-        await loading
+        async with witness.watching():
+            before = round(requests * KILLED_AFTER)
+            await witness.see(before)
+            killed_s = clock.now_s()
+            os.kill(pid, signal.SIGKILL)
+            watch = tasks.create_task(see_recovery(operator, case.victim, pid, clock)) if case.kills_worker else None
+            await witness.see(requests - before)
         if watch is not None and not watch.done():
             watch.cancel()
     recovered_s = watch.result() if watch is not None and not watch.cancelled() else None
-    return outcome_of(case, load.calls, killed_s, recovered_s)
+    return outcome_of(case, witness.sightings, killed_s, recovered_s)
 
 
 def run_case(case: Case, clients: int = CLIENTS, requests_each: int = REQUESTS_EACH) -> Outcome:
     """One kill, on a cluster of its own."""
     with running(case) as (target, pid), asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        return runner.run(_load_and_kill(case, target, pid, clients, requests_each))
-
-
-def main() -> int:
-    """Runs, prints, records; exit code 1 if a bar was missed."""
-    parser = argparse.ArgumentParser(
-        prog="python -m bench.faults", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--clients", type=int, default=CLIENTS)
-    parser.add_argument("--requests", type=int, default=REQUESTS_EACH, help="of each client")
-    parser.add_argument("--only", default="", metavar="WORDS", help="cases of this name, such as '1P1D decode worker'")
-    parser.add_argument("--record", action="store_true", help="write bench/results/faults.json and the page")
-    options = parser.parse_args()
-    if options.record and options.only:
-        parser.error("--record is for all cases: leave out --only")
-    outcomes = []
-    for case in CASES:
-        if f"{case.fleet} {case.title}".startswith(options.only):
-            print(f"{case.fleet}, killed: {case.title} …", file=sys.stderr, flush=True)
-            outcomes.append(run_case(case, options.clients, options.requests))
-    results = {
-        "clients": options.clients,
-        "requests_each": options.requests,
-        "outcomes": [asdict(outcome) for outcome in outcomes],
-    }
-    print(reliability_page.faults_section(results))
-    for outcome in outcomes:
-        for missed in outcome.missed:
-            print(f"bar missed: {outcome.fleet}, killed: {outcome.killed}: {missed}; {dict(outcome.reasons)}")
-    if options.record:
-        write_record("faults", json.loads(json.dumps(results)))
-        reliability_page.main()
-    return 1 if any(outcome.missed for outcome in outcomes) else 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+        return runner.run(_load_and_kill(case, target, pid, clients, clients * requests_each))

@@ -1,6 +1,6 @@
 """A collector of traces on loopback: keeps what it is sent, or takes it and never answers.
 
-`python -m bench.support.collector [--hang]` is one in a process of its own: it prints its address, and when
+`python -m tests.collector [--hang]` is one in a process of its own: it prints its address, and when
 its input ends, how many spans came.
 """
 

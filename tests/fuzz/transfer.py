@@ -1,4 +1,4 @@
-"""Peers that say what nobody should, to both sides of a hand-off: `python -m bench.fuzz_transfer --minutes 10`.
+"""Peers that say what nobody should, to both sides of a hand-off: `python -m tests.fuzz.transfer --minutes 10`.
 
     decoders    bytes near a frame, a payload, a ticket, an endpoint, a handshake
     opens       a sender is given a ticket and an endpoint near true ones
@@ -33,8 +33,6 @@ from contextlib import asynccontextmanager, contextmanager
 
 import uvloop
 
-from bench.fuzz_bytes import DECODERS, near, near_decoder, near_fields, near_frame
-from bench.fuzz_pools import NUM_BLOCKS, PRINTS, MakeMemory, memory_for
 from bench.support.processes import usage
 from kvtransfer.base import BlockRef, Offer, PoolMemory
 from kvtransfer.connection import Connection
@@ -52,6 +50,8 @@ from kvtransfer.transports import named, usable
 from shell.clock import Clock, MonotonicClock
 from tandem.errors import PeerLost, TransferError
 from tandem.types import BlockId
+from tests.fuzz.near_bytes import DECODERS, near, near_decoder, near_fields, near_frame
+from tests.fuzz.pools import NUM_BLOCKS, PRINTS, MakeMemory, memory_for
 
 TIMING = Timing(lease_s=0.5, reply_s=0.5, stop_s=0.05)
 CASE_S = 30.0
@@ -369,7 +369,7 @@ def _until(end_s: float, clock: Clock) -> Iterator[int]:
 def main() -> int:
     """Runs and prints; exit code 1 if anything was violated."""
     parser = argparse.ArgumentParser(
-        prog="python -m bench.fuzz_transfer", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="python -m tests.fuzz.transfer", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--minutes", type=float, default=10.0, help="of all transports together")
     parser.add_argument("--transport", default="", help="this one alone")
