@@ -1,8 +1,7 @@
-"""Servers against each other on the same cores: Tandem through gRPC, vLLM through its HTTP server.
+"""Servers against each other on the same cores: Tandem through gRPC, vLLM through its own HTTP server.
 
-All servers are up at once and take turns; vLLM's processes are stopped (SIGSTOP) while they have no
-turn, since its idle worker keeps polling. Client and servers share the cores, as the bars say; the
-client's own share of the time is recorded.
+All servers are up at once and take turns. vLLM's processes are stopped (SIGSTOP) while they have no turn, since its
+idle worker keeps polling. Client and servers share the cores; the client's share of the time is recorded.
 """
 
 from __future__ import annotations
@@ -16,10 +15,10 @@ from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from bench.peers.http import VllmServer, VllmStreams
-from bench.peers.streams import StreamClient, TandemStreams, fresh_prompts, tokens_per_s
+from bench.peers.vllm_server import VllmServer, VllmStreams
 from bench.support.checkpoints import CONTEXT_TOKENS
 from bench.support.cluster import serve
+from bench.support.streams import StreamClient, TandemStreams, fresh_prompts, tokens_per_s
 from tandem.client import AsyncClient
 
 COLOCATED = "tandem colocated"
@@ -40,6 +39,17 @@ KV_MEMORY = "2GiB"
 """Of each of Tandem's workers: all servers are up at once, and by default each counts on all memory that is free."""
 _READY_TIMEOUT_S = 60.0
 _SETTLE_S = 0.3
+
+
+@dataclass(frozen=True, slots=True)
+class Server:
+    """How a server of Tandem is started."""
+
+    options: Sequence[str]
+    """Of `tandem serve`."""
+    checkout: Path | None = None
+    """An installed checkout whose server it is; None: this one's."""
+
 
 Turn = Callable[[], AbstractAsyncContextManager[StreamClient]]
 """One server's turn: it runs within the block."""
@@ -98,10 +108,12 @@ def with_pool(options: Sequence[str]) -> tuple[str, ...]:
 
 
 @contextlib.asynccontextmanager
-async def tandem_turns(model: Path, options: Sequence[str]) -> AsyncIterator[Turn]:
+async def tandem_turns(model: Path, server: Server) -> AsyncIterator[Turn]:
     """`tandem serve` until the block ends. Raises RuntimeError if it does not get ready."""
     with contextlib.ExitStack() as stack:
-        cluster = await asyncio.to_thread(stack.enter_context, serve(str(model), *with_pool(options)))
+        cluster = await asyncio.to_thread(
+            stack.enter_context, serve(str(model), *with_pool(server.options), checkout=server.checkout)
+        )
         async with AsyncClient(cluster.target) as client:
             await client.wait_ready(timeout_s=_READY_TIMEOUT_S)
 
@@ -134,28 +146,17 @@ async def vllm_turns(model: Path, cores: Sequence[int], vllm_python: Path) -> As
         await asyncio.to_thread(server.process.close)
 
 
-async def measure(turns: Mapping[str, Turn], shape: ServedShape, vocab_size: int, rounds: int) -> dict[str, Served]:
-    """By server. Raises what a client raises."""
-    results: dict[str, Served] = {}
-
-    async def one(name: str, client: StreamClient, number: int) -> None:
-        await measure_turn(client, shape, vocab_size, number + 1, results.setdefault(name, Served()))
-
-    await take_turns(turns, rounds, one, vocab_size)
-    return results
-
-
 @contextlib.asynccontextmanager
 async def open_servers(
-    model: Path, tandem: Mapping[str, Sequence[str]], cores: Sequence[int], vllm_python: Path | None
+    model: Path, tandem: Mapping[str, Server], cores: Sequence[int], vllm_python: Path | None
 ) -> AsyncIterator[dict[str, Turn]]:
-    """Servers by name, until the block ends: Tandem's, with the options of each, and vLLM's if it is there."""
+    """Servers by name, until the block ends: Tandem's, and vLLM's if it is there."""
     async with contextlib.AsyncExitStack() as stack:
         turns: dict[str, Turn] = {}
         if vllm_python is not None:  # first: the others' heartbeats do not disturb its compiler
             turns[VLLM_SERVER] = await stack.enter_async_context(vllm_turns(model, cores, vllm_python))
-        for name, options in tandem.items():
-            turns[name] = await stack.enter_async_context(tandem_turns(model, options))
+        for name, server in tandem.items():
+            turns[name] = await stack.enter_async_context(tandem_turns(model, server))
         yield turns
 
 

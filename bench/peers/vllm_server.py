@@ -16,8 +16,8 @@ import torch
 
 from bench.peers.job import peer_dtype
 from bench.peers.process import OPEN_TIMEOUT_S, PeerError, PeerProcess, vllm_environment
-from bench.peers.streams import REQUEST_TIMEOUT_S, Arrivals, OnFirst, Prompt, Stream
 from bench.support.ports import free_ports
+from bench.support.streams import REQUEST_TIMEOUT_S, Arrivals, OnFirst, Prompt, Stream
 
 _HOST = "127.0.0.1"
 _MODEL = "peer"
