@@ -43,7 +43,7 @@ from worker.waits import Wait
 
 
 class Decodes:
-    """Those of one worker. A `DecodeSource`, and a `TransferOwner`."""
+    """The decodes of one worker. A `DecodeSource`, and a `TransferOwner`."""
 
     def __init__(
         self,
@@ -75,7 +75,7 @@ class Decodes:
         self._queue = self._admission.queue
         self._hand_overs = HandOvers(self._batch, parts.cache, sender, owner.end, owner.changed)
         self._live: dict[Request, None] = {}
-        """All that have not ended, in order of arrival."""
+        """Requests that have not ended, in order of arrival."""
         self._draining = False
 
     @property
@@ -113,7 +113,7 @@ class Decodes:
             yield from self._batch.line_waits()
 
     def tick(self) -> None:
-        """Lets tickets and hand-offs run out, and offers what is too much here."""
+        """See `DecodeSource`. Tickets and hand-offs run out; an overloaded worker offers a request to others."""
         self._transfers.expire()
         self._admission.give_up_one()
         if self._draining:
@@ -129,7 +129,7 @@ class Decodes:
     # --- a request's way ---
 
     def check(self, spec: GroupSpec) -> None:
-        """Raises InvalidRequest if it cannot run here."""
+        """Raises InvalidRequest if the request cannot run here."""
         limits, validator, pool = self._policy.limits, self._parts.validator, self._pool
         validator.validate_group(spec, self._policy.max_sequence_tokens)
         validator.validate_pool(spec, pool.block_size, pool.num_blocks)
@@ -143,14 +143,14 @@ class Decodes:
         self._live[request] = None
 
     def enter(self, request: Request) -> None:
-        """Puts it in line. Raises PrefixNotHeld, Overloaded."""
+        """See `Source`. Raises PrefixNotHeld, Overloaded."""
         self._check_prefix_held(request)
         self._queue.add(request)
         if request.reads_cache:
             request.group.prefetch(self._cache)
 
     def admit(self) -> None:
-        """Admits requests from the line as far as there is room."""
+        """See `DecodeSource`."""
         self._hand_overs.steps_ended()
         while (request := self._admission.next_reservation()) is not None:
             try:
@@ -187,9 +187,7 @@ class Decodes:
         self._hand_overs.released(router, handle)
 
     def forget(self, request: Request, error: TandemError | None) -> None:
-        """Releases what it holds: its blocks are free at once, or when the last step that touches them, or the writer
-        of its hand-off, has stopped.
-        """
+        """See `Source`. Blocks are free at once, or when the last step or writer that touches them has stopped."""
         del self._live[request]
         self._transfers.withdraw(request)
         self._hand_overs.forget(request)
@@ -227,7 +225,7 @@ class Decodes:
             self._batch.choice_ended(request, seq)
 
     def _take(self, request: Request, seq: Sequence, drawn: list[tuple[SampledToken, ...]]) -> None:
-        """One token for each choice that draws from `seq`, or the candidates of a beam."""
+        """Takes one token for each choice that draws from `seq`, or the candidates of a beam."""
         group = request.group
         if not isinstance(group, BeamGroup):
             for choice, (token,) in zip(seq.drawers, drawn, strict=True):
@@ -241,14 +239,14 @@ class Decodes:
             self._follow(request, group.sequences)
 
     def _follow(self, request: Request, sequences: Iterable[Sequence]) -> None:
-        """Those with new tokens wait for their next masks, if they have a grammar."""
+        """Asks for the next masks of sequences that follow a grammar and have new tokens."""
         if self._parts.guides is not None and request.spec.sampling.constraint is not None:
             self._parts.guides.follow(each.guide for each in sequences)
 
     # --- from hand-offs (TransferOwner) ---
 
     def received(self, request: Request, block_ids: SequenceOf[BlockId], first_tokens: FirstTokens) -> None:
-        """The prefix's KV is here and verified: all choices join the batch."""
+        """See `TransferOwner`. All choices join the batch."""
         group, prefix = request.group, request.group.prefix
         table = new_block_table(prefix.block_table)
         table.extend(new_block_table(block_ids))
@@ -266,9 +264,9 @@ class Decodes:
         self._owner.changed()
 
     def transfer_failed(self, request: Request, error: TandemError) -> None:
-        """Nothing of it may be decoded."""
+        """See `TransferOwner`."""
         self._owner.end(request, error)
 
     def blocks_freed(self) -> None:
-        """There may be room for the next one."""
+        """See `TransferOwner`."""
         self._owner.changed()

@@ -21,19 +21,19 @@ class WorkerPolicy:
     max_overtakes: int = MAX_OVERTAKES
     transfers: TransferPolicy = field(default_factory=TransferPolicy)
     first_guess_tokens: int = FIRST_GUESS_TOKENS
-    """How long completions are expected to become before any has ended here."""
+    """Expected length of completions before any has ended here."""
     overlap_steps: bool = True
     """Whether a second step may be in flight."""
     inter_token_objective_s: float | None = 0.0
     """See `ChunkBudget`."""
     waiting_served_ratio: float = 3.0
     alone_tokens: int | None = None
-    """Prompt tokens of a step in which nothing decodes, if they are to be fewer than of others."""
+    """Prompt tokens of a step in which nothing decodes; None = as many as in other steps."""
     elastic: bool = False
-    """Whether it computes prompts for other workers too; that needs a sender."""
+    """Whether the worker computes prompts for other workers too; that needs a sender."""
 
     def chunk_budget(self) -> ChunkBudget:
-        """A new one."""
+        """Returns a new chunk budget."""
         return ChunkBudget(
             self.limits.chunk_tokens, self.inter_token_objective_s, self.waiting_served_ratio, self.alone_tokens
         )

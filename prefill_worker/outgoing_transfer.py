@@ -3,11 +3,11 @@
     WAITING → OPENING → PUSHING → COMMITTING → COMMITTED
        └─────────┴─────────┴──────────┴─────→ FAILED | ABORTED
 
-It waits for `grant`: where to, and by which right. That comes while the first chunk computes, or much later if the
-decode worker is full; the lent blocks wait here. Opening tells which block the decode worker needs first; those before
-it are not sent. `lend` hands over blocks that will not change any more; they are pushed while the
-next chunk computes. Each lent block is retained in the pool from `lend` until its push returned
-(or, after a failure, until the sender can no longer read it).
+A transfer waits for `grant`: where to, and by which right. The grant comes while the first chunk computes, or much
+later if the decode worker is full; lent blocks wait until then. Opening says which block the decode worker needs first;
+blocks before it are not sent. `lend` hands over blocks that will not change any more; they are pushed while the next
+chunk computes. Each lent block is retained in the pool from `lend` until its push has returned, or, after a failure,
+until the sender can no longer read it.
 
 Does not know steps or routers. All on the loop; nothing blocks it.
 """
@@ -36,17 +36,17 @@ class OutgoingPolicy:
     overlap: bool = True
     """Push finished blocks while later ones compute; False pushes everything at the end."""
     open_timeout_s: float = 5.0
-    """Longest that connecting may take. What follows may take as long as it moves: the sender notices if not."""
+    """Longest time for connecting. Pushes may take any time while bytes move: the sender notices if none do."""
 
 
 class OutgoingOwner(Protocol):
-    """Told how a transfer went: one of the first two calls, or neither after `abort`."""
+    """The owner of a transfer hears how it went: by one of the first two calls, or by neither after `abort`."""
 
     def transfer_committed(self, request: Request, report: TransferReport) -> None:
-        """Verified and attached whole."""
+        """The other worker has verified and attached all blocks."""
 
     def request_failed(self, request: Request, error: TandemError) -> None:
-        """Nothing of it will be decoded."""
+        """Nothing of the request will be decoded."""
 
     def blocks_returned(self, request: Request) -> None:
         """Lent blocks were released; for the last time once the transfer `has_ended`."""
@@ -66,16 +66,16 @@ class OutgoingTransfer:
         self._num_pushed = 0
         """Blocks of the table that were pushed, or that the decode worker holds already."""
         self._lent: list[BlockId] = []
-        """Those after them that are retained here."""
+        """Blocks after the pushed ones that are retained here."""
         self._payload: bytes | None = None
-        """What to commit with, once nothing more will be lent."""
+        """Payload of the commit, once nothing more will be lent."""
         self._work = asyncio.Event()
         self._granted: asyncio.Future[tuple[bytes, bytes]] = asyncio.get_running_loop().create_future()
         """Ticket and endpoint."""
         self._task: asyncio.Task[None] | None = None
         self._aborted = False
         self._closing = False
-        """Committed, or the sender is ending its use of the blocks, which a cancel must not interrupt."""
+        """Whether the commit is done, or the sender ends its use of the blocks: a cancel must not interrupt that."""
 
     def start(self) -> None:
         """Begins to wait for `grant`, in a task of its own."""
@@ -83,23 +83,23 @@ class OutgoingTransfer:
         self._task.add_done_callback(self._ended)
 
     def grant(self, ticket: bytes, kv_endpoint: bytes) -> None:
-        """Opens. Both were minted by the decode worker and carried by the router. The first grant counts."""
+        """Opens the transfer with what the decode worker minted and the router carried. The first grant counts."""
         if not self._granted.done():
             self._granted.set_result((ticket, kv_endpoint))
 
     @property
     def is_granted(self) -> bool:
-        """Whether it knows where to."""
+        """Returns whether the transfer was granted."""
         return self._granted.done()
 
     @property
     def num_lent(self) -> int:
-        """Blocks that are retained here."""
+        """Returns the number of blocks that are retained here."""
         return len(self._lent)
 
     @property
     def has_ended(self) -> bool:
-        """Whether nothing of it runs any more and every block was given back."""
+        """Returns whether the task has ended and every block was given back."""
         return self._task is None
 
     def lend(self, num_finished: int) -> None:
@@ -121,7 +121,7 @@ class OutgoingTransfer:
             self._work.set()
 
     def abort(self) -> None:
-        """Gives up without a report. Idempotent; blocks are released when the sender no longer reads them."""
+        """Gives the transfer up without a report. Idempotent; blocks are released once the sender reads none."""
         if self._task is None or self._aborted:
             return
         self._aborted = True
@@ -166,7 +166,7 @@ class OutgoingTransfer:
             await handoff.abort()  # nothing to do after a commit; else it ends the reading of lent blocks
 
     async def _push_all(self, handoff: Handoff) -> bytes:
-        """Returns what to commit with, once every block was pushed."""
+        """Returns the payload of the commit, once every block was pushed."""
         payload = await self._next()
         self._request.observer.transfer_started()
         while self._lent:
@@ -178,14 +178,14 @@ class OutgoingTransfer:
         return payload
 
     async def _next(self) -> bytes:
-        """Returns when there are blocks to push, or when none will follow; then with what to commit with."""
+        """Waits for blocks to push; returns the payload of the commit if none will follow."""
         while not self._lent and self._payload is None:
             self._work.clear()
             await self._work.wait()
         return self._payload or b""
 
     def _give_back(self, num_blocks: int) -> None:
-        """Releases the first so many of the lent blocks."""
+        """Releases the first `num_blocks` lent blocks."""
         blocks, self._lent = self._lent[:num_blocks], self._lent[num_blocks:]
         self._pool.release(blocks)
         self._owner.blocks_returned(self._request)

@@ -53,12 +53,12 @@ class PromptPolicy:
     limits: LineLimits
     max_sequence_tokens: int
     chunk_tokens: int = 0
-    """Prompt tokens of a step; beside decodes their budget says that."""
+    """Prompt tokens of a step; beside decodes, the chunk budget says how many."""
     outgoing: OutgoingPolicy = OutgoingPolicy()  # noqa: RUF009 - it is frozen
 
 
 class Prompts:
-    """Those of one worker. A `PromptSource`, and an `OutgoingOwner`."""
+    """The prompts of one worker. A `PromptSource`, and an `OutgoingOwner`."""
 
     def __init__(
         self,
@@ -79,19 +79,19 @@ class Prompts:
         self._owner = owner
         self._line = PromptLine(policy.limits, self._pool.block_size, self._pool.num_blocks)
         self._live: dict[Request, None] = {}
-        """All that have not ended, in order of arrival."""
+        """Requests that have not ended, in order of arrival."""
         self._transfers: dict[Request, OutgoingTransfer] = {}
-        """One per live request, and those of ended requests whose blocks the sender still uses."""
+        """Transfers of live requests, and of ended requests whose blocks the sender still uses."""
         self._patience = Patience(PATIENCE_S)
 
     @property
     def computing(self) -> Collection[Request]:
-        """Prompts with blocks, whose tokens steps compute."""
+        """Returns the prompts with blocks, whose tokens steps compute."""
         return self._line.computing
 
     @property
     def num_in_line(self) -> int:
-        """Prompts without blocks."""
+        """Returns the number of prompts without blocks."""
         return len(self._line)
 
     @property
@@ -121,13 +121,13 @@ class Prompts:
     # --- requests ---
 
     def check(self, spec: GroupSpec) -> None:
-        """Raises InvalidRequest if it cannot be computed here."""
+        """Raises InvalidRequest if the prompt cannot be computed here."""
         self._validator.validate_group(spec)
         num_pool_tokens = self._pool.num_blocks * self._pool.block_size
         self._validator.validate_prefix(spec, min(self._policy.max_sequence_tokens, num_pool_tokens))
 
     def add(self, request: Request) -> None:
-        """Takes a new request; `enter` follows."""
+        """See `Source`."""
         assert self._sender is not None
         transfer = OutgoingTransfer(request, self._sender, self._pool, self._policy.outgoing, self)
         self._live[request] = None
@@ -135,7 +135,7 @@ class Prompts:
         transfer.start()
 
     def enter(self, request: Request) -> None:
-        """Puts it in line."""
+        """See `Source`."""
         num_known = 0
         if request.reads_cache:
             num_known = self._cache.match(request.spec.cache_salt, request.group.prefix.token_ids)
@@ -143,23 +143,23 @@ class Prompts:
         self._line.add(request, num_known)
 
     def grant(self, request: Request, ticket: bytes, kv_endpoint: bytes) -> None:
-        """Lets its transfer open."""
+        """See `PromptSource`."""
         self._transfers[request].grant(ticket, kv_endpoint)
 
     def forget(self, request: Request, error: TandemError | None) -> None:
-        """Releases what an ended request holds; a transfer under way is given up."""
+        """See `Source`. A transfer under way is given up."""
         del self._live[request]
         self._leave(request)
         self._transfers[request].abort()
 
     def _leave(self, request: Request) -> None:
-        """No further step computes it: its blocks go back, the full ones to the cache."""
+        """Gives the blocks of a prompt back, the full ones to the cache: no further step computes it."""
         self._line.remove(request)
         request.group.remember(self._cache)
         self._releases.release(request.group.take_blocks())
 
     def waits(self, *, line_moves: bool) -> Iterator[Wait]:
-        """Returns every live request, since none has more to say before it ends; if the line does not move, not it."""
+        """See `Source`. All live requests are among them, since none gets more tokens before it ends."""
         for request in self._live:
             if request in self._line.computing:
                 yield request, WaitReason.PROMPT
@@ -169,7 +169,10 @@ class Prompts:
                 yield request, WaitReason.PREFILL_LINE
 
     def give_up_one(self, *, is_stalled: bool) -> None:
-        """Called at intervals, with whether something lacks room and nothing goes on: see the module's docstring."""
+        """Ends a computed prompt, if nothing goes on for long (see the module's docstring). Called at intervals.
+
+        `is_stalled`: whether something lacks room, and no step and no hand-off into this pool is under way.
+        """
         waiting = [each for each in self._live if each.started_s is not None and each not in self._line.computing]
         stands_still = is_stalled and bool(waiting) and not self._num_granted
         if self._patience.is_over(self._clock.now_s(), stands_still=stands_still):
@@ -179,7 +182,7 @@ class Prompts:
     # --- steps ---
 
     def next_step(self) -> BatchedStep | None:
-        """Starts prompts as far as there is room; then plans a step of nothing but prompts."""
+        """Starts prompts as far as there is room; then returns a step of prompts alone."""
         while self.start_next(self._cache.num_available)[0]:
             pass
         while True:
@@ -196,11 +199,11 @@ class Prompts:
         return BatchedStep(Step(seqs, moves=self._cache.take_moves()), pairs, num_decodes=0)
 
     def step_behind(self, running: BatchedStep) -> BatchedStep | None:
-        """None: planning is a small part of a step of prompts, and a step behind would begin without what arrives."""
+        """Returns None: planning takes a small part of a step of prompts, and newcomers would miss a step behind it."""
         return None
 
     def start_next(self, num_available: int) -> tuple[bool, bool]:
-        """Starts the prompt whose turn it is, if it fits into `num_available` blocks: it takes all its blocks.
+        """Starts the prompt whose turn it is, if the prompt fits into `num_available` blocks: it takes all its blocks.
 
         Returns whether it has started, and whether it lacks room; neither if it is nobody's turn.
         """
@@ -215,7 +218,7 @@ class Prompts:
         return True, False
 
     def find_more(self, requests: Iterable[Request]) -> bool:
-        """Whether any of the prompts that are about to begin finds more in the cache than when it took its blocks."""
+        """Returns whether any prompt that is about to begin finds more in the cache than when it took its blocks."""
         found = False
         for request in requests:
             if request.started_s is None and request.reads_cache:
@@ -223,14 +226,14 @@ class Prompts:
         return found
 
     def started(self, request: Request) -> None:
-        """Its first chunk is about to be computed: its router finds room for it now."""
+        """See `PromptSource`. The router looks for room elsewhere from now on."""
         request.router.prefill_started(request.handle)
         if request.group.prefix.num_cached_tokens:
             self._lend(request)
 
     def apply(self, request: Request, seq: Sequence, drawn: list[tuple[SampledToken, ...]]) -> None:
-        """Lends what a chunk has filled. The last one brings, per drawer, one token or the candidates of a beam search:
-        first tokens go out at once, and the rest is handed over, unless they end every choice.
+        """Lends the blocks that a chunk has filled. With the last chunk, the router gets the first tokens at once; the
+        rest is handed over, unless these tokens end every choice. Candidates of a beam search go with the hand-off.
         """
         if not drawn and seq.num_remaining_tokens:
             self._lend(request)
@@ -238,7 +241,7 @@ class Prompts:
         request.owes_prefill_done = False
         request.prompt_computed(self._clock.now_s())
         if request.spec.sampling.beam_width:
-            payload = encode_first_tokens(candidates_of(drawn[0]))  # there is nothing to send yet
+            payload = encode_first_tokens(candidates_of(drawn[0]))
         else:
             first = {choice.index: token for choice, (token,) in zip(seq.drawers, drawn, strict=True)}
             for choice in seq.drawers:
@@ -257,7 +260,7 @@ class Prompts:
         self._transfers[request].lend(self._cache.num_loaded(full))
 
     def _lent(self) -> Mapping[str, int]:
-        """Blocks by destination that wait for a grant or are on their way, those of ended requests included."""
+        """Returns, by destination, the blocks that are lent, those of ended requests included."""
         lent: Counter[str] = Counter()
         for request, transfer in self._transfers.items():
             if request not in self._line.computing:
@@ -276,7 +279,7 @@ class Prompts:
     # --- from transfers (OutgoingOwner) ---
 
     def transfer_committed(self, request: Request, report: TransferReport) -> None:
-        """The other worker has all of it."""
+        """See `OutgoingOwner`."""
         if request not in self._live:
             return  # it was released just now
         request.router.handoff_done(request.handle, report.num_bytes, report.seconds)

@@ -36,7 +36,7 @@ from worker.waits import REPORT_S, Wait, report_waits
 _log = get_logger(__name__)
 
 TICK_S = 0.05
-"""Between two looks at what has run out of time."""
+"""Between two looks at deadlines."""
 
 
 class Worker:
@@ -75,7 +75,7 @@ class Worker:
         local_prefill: bool,
         max_local_tokens: int | None = None,
     ) -> None:
-        """Puts a request in line; `reserved` follows when there is room, or `failed`. Raises what makes it refuse."""
+        """Puts a request in line; `reserved` or `failed` follows. Raises what makes the worker refuse it."""
         if self._decodes is None:
             raise InvalidRequest("reserve", "this is a prefill worker")
         request = self._new(self._decodes, session, handle, spec, None)
@@ -84,7 +84,7 @@ class Worker:
         begin_guides(self._parts.guides, request, self._enter, self.end)
 
     def prefill(self, session: RouterPort, handle: Handle, spec: GroupSpec, destination: str) -> None:
-        """Puts a prompt in line that is computed for another worker. Raises what makes it refuse."""
+        """Puts a prompt for another worker in line. Raises what makes this worker refuse it."""
         if self._prompts is None:
             raise InvalidRequest("prefill", "this is a decode worker")
         request = self._new(self._prompts, session, handle, spec, destination)
@@ -117,7 +117,7 @@ class Worker:
         return request
 
     def _enter(self, request: Request) -> None:
-        """Puts it in line, unless it has ended meanwhile."""
+        """Puts a request in line, unless the request has ended since it came."""
         if self._requests.get((request.router, request.handle)) is not request:
             return
         try:
@@ -127,8 +127,9 @@ class Worker:
         self.changed()
 
     def grant(self, session: RouterPort, handle: Handle, ticket: bytes, kv_endpoint: bytes) -> None:
-        """Lets a prompt's hand-off open; a no-op for one that has ended. Where no prompts are computed for others it
-        raises, which ends the stream.
+        """Lets the hand-off of a prompt open; a no-op if the prompt has ended.
+
+        Raises InvalidRequest, which ends the stream, on a worker that computes no prompts for others.
         """
         if self._prompts is None:
             raise InvalidRequest("grant", "this is a decode worker")
@@ -137,8 +138,9 @@ class Worker:
             self._prompts.grant(request, ticket, kv_endpoint)
 
     def hand_over(self, session: RouterPort, handle: Handle, to: Destination) -> None:
-        """Gives a running request to another worker; where that cannot be, it fails, to be replayed. Where nothing is
-        decoded it raises, which ends the stream.
+        """Gives a running request to another worker; a request that cannot leave fails, to be replayed.
+
+        Raises InvalidRequest, which ends the stream, on a worker that does not decode.
         """
         if self._decodes is None:
             raise InvalidRequest("hand_over", "this is a prefill worker")
@@ -150,7 +152,7 @@ class Worker:
                 self.end(request, error)
 
     def release(self, session: RouterPort, handle: Handle) -> None:
-        """Nothing more is wanted of it. Idempotent."""
+        """Ends a request of which the router wants nothing more. Idempotent."""
         if self._decodes is not None:
             self._decodes.released(session, handle)
         request = self._requests.get((session, handle))
@@ -158,7 +160,7 @@ class Worker:
             self.end(request)
 
     def router_lost(self, session: RouterPort) -> None:
-        """Releases all that this router had asked for."""
+        """Ends all requests of a router."""
         if self._decodes is not None:
             self._decodes.released(session)
         for request in [each for each in self._requests.values() if each.router is session]:
@@ -172,7 +174,7 @@ class Worker:
             await self._steps.run()
 
     def tick(self) -> None:
-        """Lets time run out, whether or not new work arrives."""
+        """Ends requests whose time is over, whether or not new work arrives."""
         for request in [each for each in self._requests.values() if each.deadline.passed]:
             self.end(request, DeadlineExceeded(f"request {request.spec.request_id} ran out of time"))
         if self._decodes is not None:
@@ -180,19 +182,19 @@ class Worker:
             self.changed()
 
     def report_waits(self) -> None:
-        """Tells each router which of its requests wait, and for what; while it drains, also which may leave."""
+        """Sends each router its requests that wait; a worker that drains also offers those that may leave."""
         report_waits(self.waits())
         if self._draining and self._decodes is not None:
             self._decodes.drain(again=True)
 
     def waits(self) -> Iterator[Wait]:
-        """Requests that get no tokens now. Those in a line are left out if nothing is under way that could move it."""
+        """Returns the requests that get no tokens now; those in a line only if something may move it."""
         line_moves = any(source.is_moving for source in self._sources)
         for source in self._sources:
             yield from source.waits(line_moves=line_moves)
 
     def drain(self) -> None:
-        """Takes no new requests from now on, and offers those that run to other workers. Idempotent."""
+        """Refuses new requests from now on, and offers running ones to other workers. Idempotent."""
         self._draining = True
         if self._decodes is not None:
             self._decodes.drain()
@@ -214,7 +216,7 @@ class Worker:
         return is_settled and not self._requests and not self._releases.num_in_flight
 
     def load(self) -> WorkerLoad:
-        """What runs, waits and is held now."""
+        """Returns what runs, waits and is held now."""
         size = self._pool.block_size
         num_unused_slots = sum(each.group.num_unused_slots(size) for each in self._requests.values())
         load = WorkerLoad(
@@ -236,13 +238,13 @@ class Worker:
     # --- from sources and steps (Owner) ---
 
     def changed(self) -> None:
-        """See `Owner`. Looked at once per iteration of the loop, however many things change in it."""
+        """See `Owner`. All changes of one iteration of the loop are looked at together."""
         if not self._settle_pending:
             self._settle_pending = True
             asyncio.get_running_loop().call_soon(self._settle)
 
     def _settle(self) -> None:
-        """Admits as far as there is room, and wakes the step loop."""
+        """Admits requests as far as there is room, and wakes the step loop."""
         self._settle_pending = False
         if self._decodes is not None:
             self._decodes.admit()
@@ -251,7 +253,7 @@ class Worker:
             self._idle.set()
 
     def end(self, request: Request, error: TandemError | None = None) -> None:
-        """Releases what it holds, wherever that is; tells its router if it failed. A no-op on one that has ended."""
+        """See `Owner`. The router hears of a request that failed."""
         if self._requests.pop((request.router, request.handle), None) is None:
             return
         request.has_ended = True

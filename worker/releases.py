@@ -26,7 +26,7 @@ class BlockReleases:
 
     @property
     def num_in_flight(self) -> int:
-        """Steps that were launched and have not ended."""
+        """Returns the number of steps that were launched and have not ended."""
         return self._num_launched - self._num_ended
 
     def release(self, tables: Iterable[Sequence[BlockId]]) -> None:
@@ -35,11 +35,11 @@ class BlockReleases:
         self._release_due()
 
     def step_launched(self) -> None:
-        """One more step is in flight."""
+        """Notes one more step in flight."""
         self._num_launched += 1
 
     def step_ended(self) -> None:
-        """The oldest step in flight touches nothing any more."""
+        """Notes the end of the oldest step in flight."""
         self._num_ended += 1
         self._release_due()
 

@@ -33,11 +33,11 @@ class BatchedStep:
     num_decodes: int
     """Seqs that compute one token and draw the next one; all others compute chunks of prompts."""
     num_rows: int = 0
-    """How many of the first are decodes of requests with one choice, no grammar and no beams."""
+    """Number of leading seqs that decode requests with one choice, no grammar and no beams."""
 
     @property
     def num_prompt_tokens(self) -> int:
-        """Tokens in chunks of prompts."""
+        """Returns the tokens in chunks of prompts."""
         if self.is_decode:
             return 0
         return sum(len(seq.token_ids) for seq in objects_of(self.step.seqs)) - (self.num_decodes - self.num_rows)
@@ -52,10 +52,10 @@ class Owner(Protocol):
     """The core, as sources see it."""
 
     def end(self, request: Request, error: TandemError | None = None) -> None:
-        """Ends a request, finished (None) or failed: `Source.forget` follows. A no-op on one that has ended."""
+        """Ends a request, finished (None) or failed; `Source.forget` follows. A no-op if the request has ended."""
 
     def changed(self) -> None:
-        """There may be room, or work, or nothing left."""
+        """Makes the core look again: there may be room, or work, or nothing left."""
 
 
 class Source(Protocol):
@@ -70,36 +70,36 @@ class Source(Protocol):
         """Whether no request is here, and nobody else uses blocks of one."""
 
     def add_to(self, load: WorkerLoad) -> WorkerLoad:
-        """Returns the load with that of this source."""
+        """Returns the load with this source's share added."""
 
     def waits(self, *, line_moves: bool) -> Iterator[Wait]:
-        """Requests that get no tokens now; those in a line only if that moves."""
+        """Returns the requests that get no tokens now; those in a line only if the line moves."""
 
     # --- a request's way ---
 
     def check(self, spec: GroupSpec) -> None:
-        """Raises what makes the worker refuse it."""
+        """Raises what makes the worker refuse a request."""
 
     def add(self, request: Request) -> None:
         """Takes a new request; `enter` or `forget` follows."""
 
     def enter(self, request: Request) -> None:
-        """Puts it in line, its grammar known. Raises what makes it fail."""
+        """Puts a request whose grammar is known in line. Raises what makes the request fail."""
 
     def forget(self, request: Request, error: TandemError | None) -> None:
-        """Releases what an ended request holds, wherever that is. Called once."""
+        """Releases what an ended request holds. Called once."""
 
     # --- steps ---
 
     def next_step(self) -> BatchedStep | None:
-        """Plans a step with none in flight; None = nothing can be computed now."""
+        """Returns a step, planned with none in flight; None = nothing can be computed now."""
 
     def step_behind(self, running: BatchedStep) -> BatchedStep | None:
-        """Plans a step behind the one in flight; None = it is better planned once that has ended."""
+        """Returns a step behind the one in flight; None = the next step is better planned once that has ended."""
 
     def apply(self, request: Request, seq: Sequence, drawn: list[tuple[SampledToken, ...]]) -> None:
-        """Takes what a step that has ended brought: `drawn` for each of the seq's drawers, once its last token is
-        computed. Each is one token, or the candidates of a beam.
+        """Takes the results of a step for one seq. `drawn`: once the seq's last token is computed, one token for each
+        of its drawers, or the candidates of a beam.
         """
 
 
@@ -107,34 +107,34 @@ class PromptSource(Source, Protocol):
     """Prompts that are computed for other workers."""
 
     def grant(self, request: Request, ticket: bytes, kv_endpoint: bytes) -> None:
-        """Lets its hand-off open."""
+        """Lets the hand-off of a request open."""
 
     def started(self, request: Request) -> None:
-        """Its first tokens are about to be computed."""
+        """Notes that the first tokens of a request are about to be computed."""
 
 
 class DecodeSource(Source, Protocol):
     """Requests that decode here."""
 
     def tick(self) -> None:
-        """Called at intervals: lets time run out."""
+        """Lets time run out. Called at intervals."""
 
     def admit(self) -> None:
-        """Something has changed: takes from the line who fits."""
+        """Takes requests that fit out of the line. Called when something has changed."""
 
     def drain(self, *, again: bool = False) -> None:
-        """Offers what runs to other workers; `again`: also what was offered before."""
+        """Offers running requests to other workers; `again`: also those that were offered before."""
 
     def hand_over(self, request: Request, to: Destination) -> None:
-        """Gives a running request to another worker. Raises what makes it fail."""
+        """Gives a running request to another worker. Raises what makes the request fail."""
 
     def released(self, router: RouterPort, handle: Handle | None = None) -> None:
-        """The router knows what became of this request, or of all of its requests. Idempotent."""
+        """Notes that a router knows what became of a request, or of all its requests. Idempotent."""
 
 
 @dataclass(frozen=True, slots=True)
 class Sources:
-    """Those of one worker, one at least."""
+    """The sources of one worker, one at least."""
 
     prompts: PromptSource | None = None
     decodes: DecodeSource | None = None
@@ -150,7 +150,7 @@ class Sources:
 
     @property
     def planner(self) -> Source:
-        """Who plans the steps: the decodes, also for prompts beside them."""
+        """Returns the source that plans the steps: the decodes, also for prompts beside them."""
         source: Source | None = self.decodes or self.prompts
         assert source is not None
         return source

@@ -54,7 +54,7 @@ class _InFlight:
     batched: BatchedStep
     result: asyncio.Future[StepResult]
     started_s: float
-    """When the engine began with it, as far as the loop can tell."""
+    """When the engine began with the step, as far as the loop can tell."""
 
 
 class StepLoop:
@@ -86,11 +86,11 @@ class StepLoop:
         self._overlap = overlap
         self._in_flight: deque[_InFlight] = deque()
         self._decode_s: float | None = None
-        """What the last decode step took; None = there was none."""
+        """Duration of the last decode step; None = there was none."""
         self._work = asyncio.Event()
 
     def wake(self) -> None:
-        """Something has changed: look again for work."""
+        """Makes the loop look again for work."""
         self._work.set()
 
     async def run(self) -> None:
@@ -111,7 +111,7 @@ class StepLoop:
             await self._drain()
 
     async def _plan(self, last: _InFlight | None) -> BatchedStep | None:
-        """Plans the next step at once, or behind the last one, shortly before that ends; None = nothing to launch."""
+        """Returns the next step: planned at once, or shortly before the last one ends; None = there is none."""
         if self._guides is not None:
             self._guides.start(self.wake)
             if last is None:
@@ -126,7 +126,7 @@ class StepLoop:
         return None if last.result.done() else self._planner.step_behind(last.batched)
 
     def _launch(self, batched: BatchedStep | None) -> bool:
-        """Launches what was planned; False if that is nothing."""
+        """Launches a step; returns whether there was one."""
         if batched is None:
             return False
         now_s = self._clock.now_s()
@@ -154,7 +154,7 @@ class StepLoop:
             return failed
 
     async def _apply(self, last: _InFlight) -> None:
-        """Waits for the oldest step in flight and applies what it brought."""
+        """Waits for the oldest step in flight, and applies its results."""
         batched = last.batched
         await asyncio.wait({last.result})  # not the future itself: a cancelled wait must leave the step alone
         self._ended(last)
@@ -180,7 +180,7 @@ class StepLoop:
         self._on_step_ended()
 
     def _ended(self, last: _InFlight) -> None:
-        """The oldest step in flight has. The cache hears of it before it is given blocks."""
+        """Notes the end of the oldest step in flight. The cache hears of it before it is given blocks."""
         self._in_flight.popleft()
         if last.result.exception() is None:
             seconds, num_prompt_tokens = last.result.result().seconds, last.batched.num_prompt_tokens
@@ -195,7 +195,7 @@ class StepLoop:
             self._owner.end(request, error)
 
     def _break(self, request: Request, broken: BrokenLogits) -> None:
-        """The KV that was attended to may be what is broken: none of the request's is known any more."""
+        """Ends a request whose logits are broken. Its KV may be the cause, so the cache forgets all of it."""
         self._owner.end(request, broken.error(request.spec.request_id))
         for choice in request.group.sequences:
             self._cache.forget(request.spec.cache_salt, choice.token_ids)
@@ -246,7 +246,9 @@ class StepLoop:
         drawn: tuple[Sampled, ...],
         scores: Scores | None,
     ) -> None:
-        """The cache learns of a chunk, also where its request has ended: its blocks are still held."""
+        """Applies the results of one seq. The cache learns of a chunk also if the request has ended: its blocks are
+        held until all results are applied.
+        """
         tokens = [sampled for sampled in drawn if not isinstance(sampled, BrokenLogits)]
         if len(tokens) < len(drawn) or isinstance(scores, BrokenLogits):
             self._break(request, BrokenLogits())
@@ -270,7 +272,7 @@ class StepLoop:
         self._observer.step(StepReport(seconds, batched.num_prompt_tokens, batched.num_decodes, specs))
 
     async def _drain(self) -> None:
-        """Waits for what is in flight, cancelled or not."""
+        """Waits for the steps in flight, cancelled or not."""
         while self._in_flight:
             last = self._in_flight[0]
             with suppress(Exception, asyncio.CancelledError):

@@ -170,7 +170,7 @@ class WorkerObserver:
     """Hears of all that happens on one worker."""
 
     def sequence(self, spec: GroupSpec, *, for_another: bool = False) -> SequenceObserver:
-        """A sequence arrives; `for_another`: on a worker that decodes too, to be computed and handed over."""
+        """A sequence arrives; `for_another`: to be computed and handed over."""
         return SequenceObserver()
 
     def step(self, report: StepReport) -> None:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tandem.errors import DeadlineExceeded, InternalError, InvalidRequest, PeerLost, TicketRefused
+from tandem.errors import PeerLost, TicketRefused
 
 
 async def test_a_prompt_is_told_from_arrival_to_its_commit(bench: Any, make_spec: Any) -> None:
@@ -30,18 +30,6 @@ async def test_the_transfer_starts_with_the_first_blocks_not_with_the_ticket(ben
     assert bench.observer.sequences[0].names == ["looked_up", "started", "transfer_started"]
 
 
-async def test_each_step_is_told_with_its_time_its_tokens_and_its_prompts(bench: Any, make_spec: Any) -> None:
-    bench.engine.gate.close()
-    specs = [make_spec(5), make_spec(7)]
-    for number, spec in enumerate(specs):
-        bench.prefill(number, spec)
-    await bench.engine.gate.let_one_pass()
-    await bench.engine.gate.reached(2)
-    (report,) = bench.observer.steps
-    assert (report.seconds, report.num_prefill_tokens, report.num_decode_seqs) == (0.5, 8, 0)
-    assert all(any(each is spec for spec in specs) for each in report.specs)
-
-
 async def test_a_step_is_told_while_its_prompts_are_still_there(bench: Any, make_spec: Any) -> None:
     names_at_step: list[list[str]] = []
     keep = bench.observer.step
@@ -49,30 +37,6 @@ async def test_a_step_is_told_while_its_prompts_are_still_there(bench: Any, make
     bench.prefill(1, make_spec(3))
     await bench.settles()
     assert names_at_step == [["looked_up", "started"]]
-
-
-async def test_a_released_prompt_ends_without_an_error(bench: Any, make_spec: Any) -> None:
-    bench.engine.gate.close()
-    handle = bench.prefill(1, make_spec(10))
-    await bench.engine.gate.reached(1)
-    bench.worker.release(bench.router, handle)
-    assert bench.observer.sequences[0].calls[-1] == ("ended", None, 0)
-
-
-async def test_a_lost_router_ends_all_that_it_asked_for(bench: Any, make_spec: Any) -> None:
-    bench.engine.gate.close()
-    for number in range(3):
-        bench.prefill(number, make_spec(10))
-    bench.worker.router_lost(bench.router)
-    assert [sequence.calls[-1] for sequence in bench.observer.sequences] == [("ended", None, 0)] * 3
-
-
-async def test_a_broken_step_ends_its_prompts_with_the_error_and_is_not_told(bench: Any, make_spec: Any) -> None:
-    bench.engine.error = RuntimeError("broken")
-    bench.prefill(1, make_spec(10))
-    await bench.settles()
-    assert isinstance(bench.observer.sequences[0].args("ended")[0], InternalError)
-    assert bench.observer.steps == []
 
 
 @pytest.mark.parametrize(("call", "error"), [("open", TicketRefused("no")), ("push", PeerLost("gone"))])
@@ -85,14 +49,6 @@ async def test_a_failed_hand_off_ends_with_its_error(bench: Any, make_spec: Any,
     assert "transferred" not in sequence.names
 
 
-async def test_a_prompt_out_of_time_ends_with_the_deadline(bench: Any, make_spec: Any) -> None:
-    bench.engine.gate.close()
-    handle = bench.prefill(1, make_spec(10, timeout_s=10))
-    bench.clock.advance_s(10)
-    await bench.router.hears(lambda: handle in bench.router.errors)
-    assert isinstance(bench.observer.sequences[0].args("ended")[0], DeadlineExceeded)
-
-
 async def test_a_first_token_that_ends_the_sequence_is_its_end(bench: Any, make_spec: Any) -> None:
     bench.prefill(1, make_spec(10, end_token_ids=frozenset({20})))
     await bench.settles()
@@ -103,12 +59,6 @@ async def test_a_resumed_sequence_counts_only_what_was_sampled_here(bench: Any, 
     bench.prefill(1, make_spec(8, num_output_tokens=[2]))
     await bench.settles()
     assert bench.observer.sequences[0].args("ended") == (None, 1)
-
-
-async def test_a_prompt_that_is_refused_was_never_here(bench: Any, make_spec: Any) -> None:
-    with pytest.raises(InvalidRequest):
-        bench.prefill(1, make_spec(65))
-    assert bench.observer.sequences == []
 
 
 async def test_a_drained_worker_has_told_every_end(bench: Any, make_spec: Any) -> None:
