@@ -99,7 +99,7 @@ class Router:
         self.queue = AdmissionQueue(
             config.max_active_requests or FEWEST_ACTIVE, config.max_queued_requests, config.max_queued_tokens
         )
-        policy = policy or RetryPolicy(max_retries=config.max_retries, patience_s=config.patience_s)
+        policy = policy or RetryPolicy(patience_s=config.patience_s)
         admission = Admission(self.queue, self.clock)
         rooms = Rooms(self.workers, admission, self.clock, policy, observers, config.stream_interval_s)
         unread = Unread(self.clock, config.max_unread_bytes, config.max_unread_s)
@@ -115,7 +115,7 @@ class Router:
             config.listen,
             self._services(checkpoint, self._security.outgoing),
             incoming=self._security.incoming,
-            max_receive_bytes=config.max_receive_bytes,
+            max_receive_bytes=config.limits.max_message_bytes,
             metrics=self.metrics,
             tracer=tracer,
             shared_listen=config.shared_listen,

@@ -29,7 +29,7 @@ TANDEM_SERVERS: Mapping[str, tuple[str, ...]] = {
 }
 """Options of `tandem serve` with static roles, by the name in the tables."""
 AUTO = "tandem auto"
-AUTO_OPTIONS = ("--roles", "auto")
+AUTO_OPTIONS = ("--workers", "2")
 VLLM_SERVER = "vllm"
 WARM_UP_PROMPTS = (*[32] * 16, 1024)
 """Tokens of those that warm a server up, all at once."""

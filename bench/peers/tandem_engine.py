@@ -12,10 +12,10 @@ from typing import Any
 from bench.peers.job import Job, JobTimes, OpenedEngine, serve_jobs
 from bench.support.machine import cpu_tier
 from engine.chunking import plan_chunks
-from engine.loading import Engine, EngineOptions, load_engine
-from engine.placement import ThreadPlacement
+from engine.loading import Engine, load_engine
 from engine.sequence import Sequence
 from engine.step import BrokenLogits, Step
+from shell.config import WorkerConfig
 from tandem import __version__
 from tandem.types import RequestId, SamplingParams, TokenId
 
@@ -24,11 +24,9 @@ _KV_BLOCKS = 1536
 
 
 def open_engine(model: Path, threads: int, **changes: Any) -> OpenedEngine:
-    """Loads it with the kernels that it chooses by itself; `changes` are fields of EngineOptions."""
-    options = EngineOptions(
-        model_path=model, device="cpu", kv_blocks=_KV_BLOCKS, placement=ThreadPlacement(threads=threads)
-    )
-    engine = load_engine(replace(options, **changes))
+    """Loads it with the kernels that it chooses by itself; `changes` are fields of WorkerConfig."""
+    config = WorkerConfig(model=str(model), device="cpu", kv_blocks=_KV_BLOCKS, threads=threads)
+    engine = load_engine(replace(config, **changes))
     vocab_size = engine.model.config.vocab_size
 
     def run(job: Job) -> JobTimes:

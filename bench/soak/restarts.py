@@ -39,7 +39,7 @@ _POLL_S = 0.05
 VICTIMS = ("prefill-0", "decode-0")
 _OPTIONS = (
     *("--prefill", "1", "--decode", "1", "--kv-blocks", "200", "--patience-seconds", "60"),
-    *("--no-prefix-cache", "--max-restart-delay-seconds", "0"),
+    "--no-prefix-cache",
 )
 """Without caches, each prompt travels. A busy machine takes long to load a worker."""
 

@@ -110,9 +110,8 @@ class Setup:
     def options(self) -> tuple[str, ...]:
         """The command line."""
         number = str(self.workers)
-        fleet = ("--prefill", number, "--decode", number)
-        if self.elastic:
-            fleet = ("--roles", "auto", "--workers", str(2 * self.workers))
+        static = ("--prefill", number, "--decode", number)
+        fleet = ("--workers", str(2 * self.workers)) if self.elastic else static
         return (*fleet, *self.worker_options, "--max-priority", str(MAX_PRIORITY))
 
 

@@ -24,7 +24,7 @@ POLL_S = 0.02
 _LAST_WORDS = 40
 """Lines of the log that go with an error."""
 
-_FLEET = ("--roles", "--workers", "--prefill", "--decode")
+_FLEET = ("--workers", "--prefill", "--decode")
 """Options that say which workers there are."""
 
 

@@ -14,8 +14,7 @@ import torch
 from bench.support.tiny_models import TINY_MODELS, VOCAB_SIZE, save_tiny_model
 from engine.group import Group
 from engine.kv_cache import KvCache
-from engine.loading import Engine, EngineOptions, load_engine
-from engine.placement import ThreadPlacement
+from engine.loading import Engine, load_engine
 from engine.runner import Runner
 from engine.step import Step, StepResult
 from kvtransfer.base import Fingerprints, Offer, PoolMemory
@@ -25,6 +24,7 @@ from prefill_worker.prompt_line import LineLimits
 from prefill_worker.prompts import PromptPolicy
 from prefill_worker.worker import new_prefill_worker
 from shell.clock import MonotonicClock
+from shell.config import WorkerConfig
 from tandem.errors import TransferError
 from tandem.limits import Limits
 from tandem.types import (
@@ -53,14 +53,14 @@ DEADLINE_S = 20.0
 def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
     folder: Path = save_tiny_model(TINY_MODELS[0], tmp_path_factory.mktemp("model"))
     loaded = load_engine(
-        EngineOptions(
-            model_path=folder,
+        WorkerConfig(
+            model=str(folder),
             device="cpu",
             dtype="float32",
             block_size=BLOCK_SIZE,
             kv_blocks=NUM_BLOCKS,
             attention_backend="reference",
-            placement=ThreadPlacement(threads=1),
+            threads=1,
         )
     )
     yield loaded

@@ -19,12 +19,11 @@ from typing import TypeVar
 from opentelemetry.trace import Tracer
 
 from engine.guides import Guides
-from engine.loading import Engine, EngineOptions, load_engine, resolve_device
+from engine.loading import Engine, EngineRole, load_engine, resolve_device
 from engine.prefix_cache import PrefixCache
 from kernels.cpu.core_loans import CoreLoan
 from kvtransfer.base import DeviceMemory, Fingerprints, PoolMemory
 from kvtransfer.sender import KvSender
-from kvtransfer.timing import Timing
 from kvtransfer.transports import choose
 from models.files.checkpoint import CheckpointInfo
 from models.preflight import read_servable
@@ -44,7 +43,7 @@ from tandem.validation import Validator
 from worker.parts import WorkerParts
 from worker.ports import WorkerCore
 from worker.serving.cache_reports import CacheListeners, CacheReports
-from worker.serving.kv_events import KvEvents, KvEventsOptions
+from worker.serving.kv_events import KvEvents
 from worker.serving.metrics import WorkerMetrics, cache_readings, load_readings, wait_readings
 from worker.serving.process import WorkerProcess
 from worker.serving.spans import sequence_spans
@@ -96,12 +95,12 @@ class Foundation:
         return Validator(self.config.limits, self.checkpoint.vocab_size, self.checkpoint.context_tokens)
 
     @asynccontextmanager
-    async def engine(self, options: EngineOptions, stop: StopSignal) -> AsyncIterator[Engine]:
+    async def engine(self, role: EngineRole, stop: StopSignal) -> AsyncIterator[Engine]:
         """Loads the engine, and closes it at the end. Raises ConfigError, CheckpointError.
 
         So it does if a file of the config or tokenizer is another than `checkpoint` was read from.
         """
-        engine = await stop.unless_stopped(partial(load_engine, options))
+        engine = await stop.unless_stopped(partial(load_engine, self.config, role))
         try:
             self.checkpoint.read.check()
             yield engine
@@ -124,7 +123,6 @@ class Foundation:
             self.clock,
             self.config.transport,
             tls=self.security.outgoing.tls,
-            timing=Timing(lease_s=self.config.lease_s),
         )
 
     def parts(self, engine: Engine, guides: Guides) -> WorkerParts:
@@ -173,19 +171,16 @@ class Foundation:
     def _telling_of(self, cache: PrefixCache) -> Iterator[CacheReports | None]:
         """Has routers, and who else may want it, told what the cache holds; None if there is no cache."""
         config = self.config
-        if config.kv_events_replay is not None and config.kv_events is None:
-            raise ConfigError("--kv-events-replay", "needs --kv-events")
         if not config.prefix_cache:
-            if config.kv_events is not None:
+            if config.kv_events:
                 raise ConfigError("--kv-events", "needs --prefix-cache")
             yield None
             return
         cache.listener = reports = CacheReports(cache)
-        if config.kv_events is None:
+        if not config.kv_events:
             yield reports
             return
-        options = KvEventsOptions(config.kv_events, config.kv_events_replay, config.kv_events_topic)
-        with KvEvents(options, cache.pool.block_size) as events:
+        with KvEvents(config) as events:
             cache.listener = CacheListeners((reports, events))
             try:
                 yield reports
