@@ -329,8 +329,6 @@ class WorkerInfo:
     """Token slots of its pool, which all choices of a request must fit into together; 0 = not known."""
     max_seqs: int = 0
     """Sequences in its batch at most; 0 = not known."""
-    core_group: str = ""
-    """The same of two workers that lend each other all their cores while these are idle; empty = it does not."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,7 +21,6 @@ from opentelemetry.trace import Tracer
 from engine.guides import Guides
 from engine.loading import Engine, EngineRole, load_engine, resolve_device
 from engine.prefix_cache import PrefixCache
-from kernels.cpu.core_loans import CoreLoan
 from kvtransfer.base import DeviceMemory, Fingerprints, PoolMemory
 from kvtransfer.sender import KvSender
 from kvtransfer.transports import choose
@@ -150,13 +149,7 @@ class Foundation:
             pid=os.getpid(),
             device=str(engine.model.device),
             max_seqs=engine.max_seqs,
-            core_group=self._core_group(engine),
         )
-
-    def _core_group(self, engine: Engine) -> str:
-        """Empty = its kernels use no other worker's cores."""
-        loan = CoreLoan.of_process()
-        return "" if loan is None or engine.backend_name != "cpu" else loan.group()
 
     async def serve(self, core: WorkerCore, info: WorkerInfo, stop: StopSignal, cache: PrefixCache) -> None:
         """Serves until a stop is asked for, then drains. Raises ConfigError if an address cannot be had."""
