@@ -40,7 +40,7 @@ from tandem.types import (
 from tandem.validation import Validator
 from tests.prefill_listener import RecordingRouter
 from tests.receiving_pool import NUM_BLOCKS, Arrivals, Target
-from tests.recording_observers import RecordingWorker
+from tests.recorded_events import RecordedWorker
 from worker.core import Worker
 from worker.parts import WorkerParts
 
@@ -131,7 +131,7 @@ async def make_rig(engine: Engine) -> AsyncIterator[Callable[..., Rig]]:
         senders.append(sender)
         validator = Validator(Limits(), VOCAB_SIZE, engine.model.config.context_tokens)
         counted = CountedEngine(engine)
-        parts = WorkerParts(counted, engine.cache, validator, clock, RecordingWorker())
+        parts = WorkerParts(counted, engine.cache, validator, clock, RecordedWorker().events)
         outgoing = OutgoingPolicy(overlap=overlap)
         policy = PromptPolicy(LineLimits(8), engine.max_sequence_tokens, CHUNK_TOKENS, outgoing)
         worker = new_prefill_worker(parts, sender, policy)
