@@ -373,15 +373,6 @@ async def test_the_proxy_passes_bytes_both_ways_until_it_resets() -> None:
             await reader.read(1)
 
 
-async def test_a_proxy_of_nobody_resets_at_once() -> None:
-    proxy = ResettingProxy("127.0.0.1:1")
-    async with proxy.listening() as address:
-        reader, writer = await asyncio.open_connection(*address.split(":"))
-        with pytest.raises(ConnectionResetError):
-            await reader.read(1)
-        writer.close()
-
-
 async def test_a_limit_that_this_process_noticed_late_is_no_hang(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(soak_calls, "OVERRUN_S", 0.01)
     clock = ManualClock()

@@ -52,21 +52,6 @@ def output(raw: bytes, index: int = 0, finish: FinishReason | None = None, summa
 # --- one choice: order ---
 
 
-def test_a_second_token_that_overtakes_the_first_waits_for_it(byte_tokenizer: Tokenizer) -> None:
-    made = choice(byte_tokenizer)
-    assert made.push(delta(b"b", 1)) == 0
-    assert made.push(delta(b"a")) == 2
-    assert made.read(None) == output(b"ab")
-
-
-def test_known_tokens_and_their_logprobs_are_trimmed(byte_tokenizer: Tokenizer) -> None:
-    made = choice(byte_tokenizer)
-    made.push(delta(b"ab"))
-    assert made.push(delta(b"a")) == 0
-    assert made.push(delta(b"bc", 1)) == 1
-    assert made.read(None) == output(b"abc")
-
-
 def test_the_end_counts_only_once_all_before_it_is_known(byte_tokenizer: Tokenizer) -> None:
     made = choice(byte_tokenizer)
     made.push(delta(b"b", 1, LENGTH))
@@ -145,12 +130,6 @@ def test_end_of_text_is_a_token_without_text_and_no_callers_stop(byte_tokenizer:
     assert (last.text, last.token_ids, last.finish_reason, last.matched_stop) == ("a", (97, 256), STOP, None)
 
 
-def test_the_callers_stop_id_is_named(byte_tokenizer: Tokenizer) -> None:
-    made = choice(byte_tokenizer, stop_token_ids=frozenset({TokenId(98)}))
-    made.push(delta(b"ab", 0, STOP))
-    assert made.read(None).matched_stop == 98
-
-
 def test_a_stop_string_across_tokens_is_kept_on_request_and_every_token_has_its_logprobs(
     byte_tokenizer: Tokenizer,
 ) -> None:
@@ -191,13 +170,6 @@ def test_text_tokens_and_end_do_not_depend_on_how_tokens_were_grouped(
 
 
 # --- the reader ---
-
-
-async def test_what_waits_is_merged_into_one_output(byte_tokenizer: Tokenizer) -> None:
-    made = delivery(byte_tokenizer)
-    made.push(delta(b"a"))
-    made.push(delta(b"bc", 1))
-    assert await made.get() == output(b"abc")
 
 
 async def test_the_last_tokens_leave_together_with_the_summary(byte_tokenizer: Tokenizer) -> None:
