@@ -36,8 +36,11 @@ def choice(tokenizer: Tokenizer, index: int = 0, **params: Any) -> ChoiceStream:
     return ChoiceStream(index, detokenizer, TextParams(**params), lambda _: None)
 
 
-def delivery(tokenizer: Tokenizer, n: int = 1, events: RequestEvents | None = None, **params: Any) -> Delivery:
-    return Delivery([choice(tokenizer, index, **params) for index in range(n)], events or Events())
+def delivery(
+    tokenizer: Tokenizer, n: int = 1, events: RequestEvents | None = None, interval_s: float = 0.0, **params: Any
+) -> Delivery:
+    choices = [choice(tokenizer, index, **params) for index in range(n)]
+    return Delivery(choices, events or Events(), interval_s=interval_s)
 
 
 def delta(raw: bytes | list[int], offset: int = 0, finish: FinishReason | None = None, index: int = 0) -> TokenDelta:
@@ -202,6 +205,35 @@ async def test_everything_at_once_waits_for_the_end(byte_tokenizer: Tokenizer) -
     assert not reading.done()
     made.close(SUMMARY)
     assert await reading == (output(b"abc", 0, STOP, SUMMARY),)
+
+
+async def test_after_an_output_what_comes_within_the_interval_is_merged(byte_tokenizer: Tokenizer) -> None:
+    made = delivery(byte_tokenizer, interval_s=0.01)
+    made.push(delta(b"a"))
+    assert await made.get() == output(b"a")
+    for offset, raw in enumerate((b"b", b"c"), start=1):
+        made.push(delta(raw, offset))
+    assert await made.get() == output(b"bc")
+
+
+@pytest.mark.parametrize("ends_well", [True, False])
+async def test_neither_an_end_nor_an_error_waits_for_the_interval(byte_tokenizer: Tokenizer, ends_well: bool) -> None:
+    made = delivery(byte_tokenizer, interval_s=3600.0)
+    made.push(delta(b"a"))
+    await made.get()
+    made.push(delta(b"b", 1))
+    reading = asyncio.create_task(made.get())
+    await asyncio.sleep(0)
+    assert not reading.done()
+    if ends_well:
+        made.push(delta(b"c", 2, LENGTH))
+        made.close(SUMMARY)
+        assert await reading == output(b"bc", 0, LENGTH, SUMMARY)
+    else:
+        made.fail(Unavailable("gone"))
+        assert await reading == output(b"b")
+        with pytest.raises(Unavailable):
+            await made.get()
 
 
 # --- several choices ---
