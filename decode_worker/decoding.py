@@ -213,11 +213,7 @@ def may_join(request: Request) -> bool:
     """Whether its sequence, once it has taken part in a step as a decode, needs no more than columns tell."""
     group = request.group
     return (
-        len(group.sequences) == 1
-        and group.is_forked
-        and not request.for_another
-        and not group.prefix.num_candidates
-        and group.prefix.guide is None
+        len(group.sequences) == 1 and group.is_forked and not group.prefix.num_candidates and group.prefix.guide is None
     )
 
 

@@ -16,9 +16,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import TypeAlias
 
-from decode_worker.worker import DecodeWorker
 from engine.step import SampledToken
-from prefill_worker.worker import PrefillWorker
 from router.admission import Admission
 from router.assignment import Assignment
 from router.placement import Demand
@@ -43,6 +41,7 @@ from tandem.types import (
     WaitReason,
     WorkerId,
 )
+from worker.core import Worker
 from worker.ports import RouterPort
 
 MAX_TRIES = 8
@@ -50,7 +49,7 @@ MAX_TRIES = 8
 MOST_WAIT_S = 600.0
 """For a pair of workers."""
 _HANDLE = Handle(1)
-_Ask: TypeAlias = Callable[[DecodeWorker | PrefillWorker], None]
+_Ask: TypeAlias = Callable[[Worker], None]
 _Then: TypeAlias = Callable[[], None]
 
 
@@ -115,7 +114,7 @@ class Attempt(RouterPort):
         self._fail(Unavailable("a worker was lost"), incarnation)
 
     def _ask(self, worker: SimulatedWorker, what: _Ask) -> None:
-        def ask(core: DecodeWorker | PrefillWorker) -> None:
+        def ask(core: Worker) -> None:
             try:
                 what(core)
             except TandemError as error:
@@ -179,7 +178,7 @@ class Attempt(RouterPort):
         if self.error is None and not self._has_arrived:
             self._has_arrived = True
             self._rooms.workers.arrive(self._assignment)
-            self._rooms.workers.handed_over(self._assignment, seconds)
+            self._rooms.workers.handed_off(self._assignment, seconds)
 
     def leaving(self, handle: Handle) -> None:
         """Ignores the notice: nobody drains, and overload is what is studied."""

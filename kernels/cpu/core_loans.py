@@ -8,7 +8,6 @@ worker with a loan. A worker's cores are occupied from its start until it can co
 from __future__ import annotations
 
 import os
-import socket
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -29,14 +28,6 @@ class CoreLoan:
 
     def __str__(self) -> str:
         return f"{self.ledger}:{','.join(map(str, self.cores))}"
-
-    def group(self) -> str:
-        """Names ledger and cores, those of this process, which borrows, and what it may borrow.
-
-        Equal for two that lend each other all they have.
-        """
-        cores = sorted({*self.cores, *os.sched_getaffinity(0)})
-        return f"{socket.gethostname()}:{self.ledger}:{','.join(map(str, cores))}"
 
     @classmethod
     def of_text(cls, text: str) -> CoreLoan:
