@@ -73,9 +73,10 @@ async def test_commit_before_every_block_was_sent_fails(recorder, transport):
 async def test_a_position_is_never_pushed_twice(recorder, transport):
     async with paired(transport) as pair:
         handoff = await pair.begin(recorder)
-        await handoff.push(0, SOURCES)
+        await handoff.push(0, SOURCES[:2])
         with pytest.raises(TransferError, match="pushed before"):
-            await handoff.push(1, (5,))
+            await handoff.push(1, (7, 8))
+        await handoff.push(2, SOURCES[2:])
         await handoff.commit(b"")
         assert pair.landed()
 
