@@ -70,11 +70,10 @@ check: install $(GEN)/.installed
 compile-check: install
 	$(BIN)/python -m kernels.triton.compile_check --cache $(VENV)/triton-cache
 
-## bench     batching, memory, overhead, release, transfer, overlap: records figures, renders docs/performance.md
+## bench     batching, memory, overhead, release, transfer: records figures, renders docs/performance.md
 bench: install
 	$(BIN)/python -m bench.record
 	$(BIN)/python -m bench.transfer --record
-	$(BIN)/python -m bench.overlap --record
 
 .PHONY: peers peers-venv goodput
 VLLM_VENV ?= ../vllm-venv

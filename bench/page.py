@@ -19,7 +19,7 @@ from bench.peers.page import section as peers_section
 from bench.prefix_page import section as prefix_section
 from bench.scale_page import control_loop_section, long_prompt_section, router_scale_section
 from bench.support.markdown import table
-from bench.transfer_page import overlap_section, transfer_section
+from bench.transfer_page import transfer_section
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "bench" / "results"
@@ -285,7 +285,6 @@ def _router_tokens(results: dict[str, Any]) -> list[str]:
 SECTIONS: dict[str, Callable[[dict[str, Any]], list[str]]] = {
     "cpu": _serving,
     "transfer": transfer_section,
-    "overlap": overlap_section,
     "sharing": _sharing,
     "prefix-cache": prefix_section,
     "small-pool": _small_pool,

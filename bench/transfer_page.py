@@ -1,4 +1,4 @@
-"""The page's sections on hand-offs: `bench.transfer` and `bench.overlap`."""
+"""The page's section on hand-offs: `bench.transfer`."""
 
 from __future__ import annotations
 
@@ -36,27 +36,6 @@ def transfer_section(results: dict[str, Any]) -> list[str]:
         "nothing else that a hand-off does, is in its second row. Ratios are medians of the rounds' own. Then what a "
         "hand-off of one block, and of none, costs over an open connection, and the first one: it connects, and "
         "touches each page of the receiver's memory first.\n",
-        table(header, rows),
-    ]
-
-
-def overlap_section(results: dict[str, Any]) -> list[str]:
-    """Of `bench/results/overlap.json`."""
-    header = ("transport", "blocks leave", "first token, ms", "second, ms", "hand-off, ms", "its share of both tokens")
-    rows = [
-        (
-            *(each["transport"], "while the next chunk computes" if each["overlap"] else "when all is computed"),
-            *(f"{each[name]:.1f}" for name in ("first_token_ms", "second_token_ms", "transfer_ms")),
-            f"{each['transfer_share']:.1%}",
-        )
-        for each in results["rows"]
-    ]
-    return [
-        "## What overlapping hand-off and prefill saves (`python -m bench.overlap`)\n",
-        f"Model {results['model']}, one prompt of {results['prompt_tokens']} tokens at a time in chunks of "
-        f"{results['chunk_tokens']}, {results['transfer_bytes'] / 1e6:.1f} MB of KV; medians of {results['rounds']} "
-        "rounds, in turn. The first token leaves when the prompt is computed; the second needs the hand-off, whose "
-        "time is what the sender spent in it, overlapped or not.\n",
         table(header, rows),
     ]
 
