@@ -30,6 +30,7 @@ from engine.sequence import Sequence, new_block_table
 from engine.step import SampledToken
 from kvtransfer.base import Receiver, Sender
 from prefill_worker.prompts import Prompts
+from shell.telemetry.events import BlocksReserved, PrefixLookedUp
 from tandem.errors import InvalidRequest, PrefixNotHeld, TandemError
 from tandem.first_tokens import FirstTokens
 from tandem.types import BlockId, GroupSpec, Handle, WaitReason, WorkerLoad
@@ -161,8 +162,8 @@ class Decodes:
                 else:
                     offer, prefix = self._transfers.offer(request), request.group.prefix
                     self._admission.handoff_started(request)
-                    request.observer.reserved()
-                    request.observer.looked_up(prefix.num_tokens, prefix.num_cached_tokens)
+                    request.events.emit(BlocksReserved())
+                    request.events.emit(PrefixLookedUp(prefix.num_tokens, prefix.num_cached_tokens))
                     request.router.reserved(request.handle, offer.ticket, offer.endpoint, prefix.num_cached_tokens)
             except TandemError as error:
                 self._owner.end(request, error)

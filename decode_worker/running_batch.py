@@ -22,6 +22,7 @@ from engine.prefix_cache import PrefixCache
 from engine.sequence import Sequence
 from engine.step import BlockCopy, ScheduledSeq, Step
 from prefill_worker.prompts import Prompts
+from shell.telemetry.events import Preempted
 from tandem.types import WaitReason
 from worker.budget import ChunkBudget, PromptInLine
 from worker.releases import BlockReleases
@@ -286,7 +287,7 @@ class RunningBatch:
 
     def _preempt(self, request: Request) -> None:
         self.num_preemptions += 1
-        request.observer.preempted()
+        request.events.emit(Preempted())
         self._decoding.leave(request)
         self._give_back(request)
         if request in self._running:

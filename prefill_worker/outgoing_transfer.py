@@ -20,6 +20,7 @@ from typing import Protocol
 from engine.block_pool import BlockPool
 from engine.sequence import Sequence
 from kvtransfer.base import Handoff, Sender, TransferReport
+from shell.telemetry.events import TransferStarted
 from shell.telemetry.logging import get_logger
 from tandem.errors import TandemError, TransferError
 from tandem.types import BlockId
@@ -158,7 +159,7 @@ class OutgoingTransfer:
     async def _push_all(self, handoff: Handoff) -> bytes:
         """Returns the payload of the commit, once every block was pushed."""
         payload = await self._next()
-        self._request.observer.transfer_started()
+        self._request.events.emit(TransferStarted())
         while self._lent:
             blocks = tuple(self._lent)
             await handoff.push(self._num_pushed, blocks)

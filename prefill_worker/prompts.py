@@ -31,6 +31,7 @@ from engine.step import SampledToken, Step
 from kvtransfer.base import Sender, TransferReport
 from prefill_worker.outgoing_transfer import OutgoingTransfer
 from prefill_worker.prompt_line import LineLimits, PromptLine
+from shell.telemetry.events import Transferred
 from tandem.errors import Overloaded, TandemError
 from tandem.first_tokens import encode_first_tokens
 from tandem.types import GroupSpec, WaitReason, WorkerLoad
@@ -282,7 +283,7 @@ class Prompts:
         if request not in self._live:
             return  # it was released just now
         request.router.handoff_done(request.handle, report.num_bytes, report.seconds)
-        request.observer.transferred(report.num_bytes, report.seconds, report.transport)
+        request.events.emit(Transferred(report.num_bytes, report.seconds, report.transport))
         self._owner.end(request)
 
     def request_failed(self, request: Request, error: TandemError) -> None:

@@ -122,7 +122,7 @@ def place(
     if demand.source is not None:
         if not prefill.is_draining and view.share_with(demand) > SPARE_SHARE:
             raise Unavailable(f"no decode worker seems to have room to spare for what {prefill.info.worker_id} runs")
-        reason = PlacementReason.HANDED_OVER
+        reason = PlacementReason.MOVED
     else:
         reason = PlacementReason.REMOTE_FASTER if is_elastic else PlacementReason.REMOTE_STATIC
     return Placement(prefill.info, view.info, None, search.prefix_at(view, prefill), reason)

@@ -272,13 +272,13 @@ class Workers:
             record.ended_seqs += assignment.num_seqs
         self._ejections.end(assignment.subjects, assignment.probe)
 
-    def handed_over(self, assignment: Assignment, seconds: float) -> None:
+    def handed_off(self, assignment: Assignment, seconds: float) -> None:
         """Its hand-off was good, and took so long; the prefill worker has done its part."""
         placement = assignment.placement
         assert placement.prefill is not None
         prefill, decode = placement.prefill, placement.decode
         self._handoff_times.took(assignment.num_tokens, seconds)
-        self._ejections.handed_over(prefill.incarnation, decode.incarnation)
+        self._ejections.handed_off(prefill.incarnation, decode.incarnation)
         for subject in (prefill.incarnation, (prefill.incarnation, decode.incarnation)):
             self._succeeded(subject)
 

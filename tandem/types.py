@@ -284,7 +284,7 @@ class PlacementReason(StrEnum):
     """The decode worker computes no such prompts."""
     REMOTE_FASTER = "remote_faster"
     """Another worker should have it computed and handed over sooner than the elastic one that decodes it."""
-    HANDED_OVER = "handed_over"
+    MOVED = "handed_over"
     """The prompt's KV is on another decode worker, which moves the running request."""
 
 

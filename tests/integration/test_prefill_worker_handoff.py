@@ -39,7 +39,7 @@ from tandem.types import (
 from tandem.validation import Validator
 from tests.prefill_listener import RecordingRouter
 from tests.receiving_pool import NUM_BLOCKS, Arrivals, Target
-from tests.recording_observers import RecordingWorker
+from tests.recorded_events import RecordedWorker
 from worker.core import Worker
 from worker.parts import WorkerParts
 
@@ -130,7 +130,7 @@ async def make_rig(engine: Engine) -> AsyncIterator[Callable[..., Rig]]:
         senders.append(sender)
         validator = Validator(Limits(), VOCAB_SIZE, engine.model.config.context_tokens)
         counted = CountedEngine(engine)
-        parts = WorkerParts(counted, engine.cache, validator, clock, RecordingWorker())
+        parts = WorkerParts(counted, engine.cache, validator, clock, RecordedWorker().events)
         policy = PromptPolicy(LineLimits(8), engine.max_sequence_tokens, CHUNK_TOKENS)
         worker = new_prefill_worker(parts, sender, policy)
         rigs.append((Rig(worker, counted, RecordingRouter()), asyncio.create_task(worker.run())))

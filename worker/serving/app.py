@@ -29,11 +29,11 @@ from models.preflight import read_servable
 from shell.clock import MonotonicClock
 from shell.config import WorkerConfig
 from shell.rpc.process import StopSignal, run_process
+from shell.telemetry.events import ProcessEvents, WorkerEvents
 from shell.telemetry.logging import configure_logging
 from shell.telemetry.loop_lag import LoopLag
 from shell.telemetry.metric import Process
 from shell.telemetry.metrics import Metrics
-from shell.telemetry.observers import WorkerObserver, worker_observers
 from shell.telemetry.tracing import tracing
 from tandem.errors import ConfigError
 from tandem.security.credentials import Security
@@ -45,7 +45,7 @@ from worker.serving.cache_reports import CacheListeners, CacheReports
 from worker.serving.kv_events import KvEvents
 from worker.serving.metrics import WorkerMetrics, cache_readings, load_readings, wait_readings
 from worker.serving.process import WorkerProcess
-from worker.serving.spans import sequence_spans
+from worker.serving.spans import SequenceSpans
 
 C = TypeVar("C", bound=WorkerConfig)
 SWITCH_INTERVAL_S = 0.0002
@@ -73,7 +73,7 @@ class Foundation:
     incarnation: Incarnation
     worker_id: WorkerId
     metrics: Metrics
-    observer: WorkerObserver
+    events: WorkerEvents
     clock: MonotonicClock
 
     @classmethod
@@ -85,8 +85,9 @@ class Foundation:
         incarnation, clock = new_incarnation(), MonotonicClock()
         worker_id = WorkerId(config.worker_id or f"{role.value}-{incarnation[:8]}")
         metrics = Metrics(Process(role.value), checkpoint.name, worker_id)
-        observer = worker_observers([*sequence_spans(tracer, role), WorkerMetrics(metrics, clock)])
-        return cls(role, config, security, checkpoint, transports, incarnation, worker_id, metrics, observer, clock)
+        spans = () if tracer is None else (SequenceSpans(tracer, role).hear,)
+        events: WorkerEvents = ProcessEvents(*spans, WorkerMetrics(metrics, clock).hear)
+        return cls(role, config, security, checkpoint, transports, incarnation, worker_id, metrics, events, clock)
 
     @property
     def validator(self) -> Validator:
@@ -126,7 +127,7 @@ class Foundation:
 
     def parts(self, engine: Engine, guides: Guides) -> WorkerParts:
         """What the core works with."""
-        return WorkerParts(engine.thread, engine.cache, self.validator, self.clock, self.observer, guides)
+        return WorkerParts(engine.thread, engine.cache, self.validator, self.clock, self.events, guides)
 
     def fingerprints(self, engine: Engine) -> Fingerprints:
         """What the other side of a transfer must share."""

@@ -17,7 +17,7 @@ from engine.block_pool import BlockPool
 from engine.prefix_cache import PrefixCache
 from engine.step import ScheduledSeq
 from shell.clock import Deadline
-from shell.telemetry.observers import SequenceObserver
+from shell.telemetry.events import Events
 from tandem.types import ChoiceSpec, GroupSpec, Handle, RequestId, SamplingParams, TokenId
 from tests.manual_clock import ManualClock
 from tests.unit.decode_worker.conftest import FakeRouter
@@ -59,7 +59,7 @@ class World:
         prompt = tuple(TokenId(1 + number % 2) for _ in range(num_prompt_tokens))
         spec = GroupSpec(RequestId(f"r{number}"), prompt, sampling, choices)
         deadline = Deadline.after(ManualClock(), None)
-        self.batch.join(Request(FakeRouter(), Handle(number), spec, number, 0.0, deadline, SequenceObserver()))
+        self.batch.join(Request(FakeRouter(), Handle(number), spec, number, 0.0, deadline, Events()))
 
     def release(self, number: int) -> None:
         for request in [each for each in self.batch.requests if each.handle == number]:

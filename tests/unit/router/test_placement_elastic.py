@@ -220,7 +220,7 @@ def test_an_elastic_worker_never_hands_over_to_itself_and_no_suspect_is_asked(wo
 def test_what_an_elastic_worker_hands_over_is_not_computed_again(worker: View) -> None:
     source = replace(worker(E, "source"), obstacle=Obstacle.DRAINING)
     demand = replace(DEMAND, source=source.info)
-    assert outcome([source, worker(E, "e")], demand) == ("source", "e", PlacementReason.HANDED_OVER)
+    assert outcome([source, worker(E, "e")], demand) == ("source", "e", PlacementReason.MOVED)
     with pytest.raises(Unavailable, match="no decode worker can take it: source is draining"):
         place(demand, [source], Random(1))
 
