@@ -1,4 +1,4 @@
-"""What `bench.transfer` holds transports against: the same bytes by a copy, a socket, NIXL alone.
+"""What `bench.transfer` holds transports against: the same bytes by a copy, or by a socket.
 
 Each also with what verification needs at least: every byte hashed on both sides, without protocol, threads or loops.
 """
@@ -9,26 +9,21 @@ import contextlib
 import mmap
 import multiprocessing
 import os
-import secrets
 import socket
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from kernels.digest import digest_blocks
-from kvtransfer import nixl_agent
 from kvtransfer.handoff import PIECE_BYTES
 from kvtransfer.rows import Rows
 
 _TIMEOUT_S = 30.0
-_TAKE_IN, _REST, _HASH = "take in", "rest", "hash"
-"""What a child of `NixlCeiling` is asked."""
 
 
 class CopyCeiling:
@@ -115,90 +110,6 @@ class DeviceCopyCeiling:
         work()
         torch.cuda.synchronize(self._source.device)
         return time.perf_counter() - started_s
-
-
-class NixlCeiling:
-    """NIXL's own write of the same blocks to a child process that takes them in: neither sleeps during a write.
-
-    Between writes the child waits, or it would take a core from all else that is measured. `stop` ends it.
-    """
-
-    def __init__(self, blocks: torch.Tensor) -> None:
-        """`blocks` `[N, block_bytes]` uint8 in host memory, which outlive this."""
-        context = multiprocessing.get_context("spawn")
-        self._pipe, theirs = context.Pipe()
-        self._child: BaseProcess = context.Process(target=_take_in_all, args=(theirs, tuple(blocks.shape)), daemon=True)
-        self._child.start()
-        self._agent, self._rows = _registered(blocks), blocks.numpy()
-        metadata, address = self._pipe.recv()
-        peer = self._agent.add_remote_agent(metadata)
-        self._ids = np.arange(len(blocks), dtype=np.int32)
-        self._ours = self._agent.prep_xfer_dlist("NIXL_INIT_AGENT", _strided(blocks.data_ptr(), blocks.shape), "DRAM")
-        self._theirs = self._agent.prep_xfer_dlist(peer, _strided(address, blocks.shape), "DRAM")
-
-    def move(self) -> float:
-        """Seconds until all blocks lie in the other side's memory."""
-        transfer = self._agent.make_prepped_xfer("WRITE", self._ours, self._ids, self._theirs, self._ids)
-        self._ask(_TAKE_IN)
-        started_s = time.perf_counter()
-        state = self._agent.transfer(transfer)
-        while state == "PROC":
-            state = self._agent.check_xfer_state(transfer)
-        seconds = time.perf_counter() - started_s
-        self._ask(_REST)
-        transfer.release()
-        if state != "DONE":
-            raise RuntimeError(f"a write of NIXL's ended as {state}")
-        return seconds
-
-    def with_checksums(self) -> float:
-        """Seconds of a hash of all blocks, the same, and a hash by the other side."""
-        started_s = time.perf_counter()
-        Rows(self._rows).checksums(self._ids.tolist())
-        hashed_s = time.perf_counter() - started_s
-        moved_s = self.move()
-        started_s = time.perf_counter()
-        self._ask(_HASH)
-        return hashed_s + moved_s + time.perf_counter() - started_s
-
-    def stop(self) -> None:
-        """Ends the child."""
-        self._pipe.close()
-        self._child.join(_TIMEOUT_S)
-
-    def _ask(self, order: str) -> None:
-        self._pipe.send(order)
-        self._pipe.recv()
-
-
-def _take_in_all(pipe: Connection, shape: tuple[int, int]) -> None:
-    blocks = torch.ones(shape, dtype=torch.uint8)
-    agent = _registered(blocks)
-    pipe.send((agent.get_agent_metadata(), blocks.data_ptr()))
-    rows, ids = blocks.numpy(), range(shape[0])
-    with contextlib.suppress(EOFError):
-        while True:
-            order = pipe.recv()
-            if order == _HASH:
-                Rows(rows).checksums(ids)
-            pipe.send(order)
-            while order == _TAKE_IN and not pipe.poll():
-                agent.get_new_notifs()
-
-
-def _registered(blocks: torch.Tensor) -> Any:
-    """An agent that knows the blocks."""
-    api = nixl_agent.load()
-    config = api.nixl_agent_config(enable_prog_thread=False, backends=["UCX"])
-    agent = api.nixl_agent(secrets.token_hex(8), config)
-    agent.register_memory([(blocks.data_ptr(), blocks.nbytes, 0, "")], "DRAM")
-    return agent
-
-
-def _strided(address: int, shape: Sequence[int]) -> Any:
-    """The blocks as NIXL lists them."""
-    num_blocks, size = shape
-    return np.array([(address, size, 0, size, num_blocks)], np.uint64)
 
 
 class SocketCeiling:

@@ -42,7 +42,7 @@ from tandem.types import Incarnation, WorkerId, WorkerInfo, WorkerLoad
 _TICKS_PER_LEASE = 20
 _LONGEST_TICK_S = 0.25
 _MOST_HEARTBEATS_PER_S = 1000
-"""That a router asks for of all workers together, as they register: about a fifth of a core (bench.router_scale)."""
+"""Heartbeats that a router asks of all workers together as they register: about a fifth of a core."""
 
 _REMEDY = "give router and workers the same --model; a changed config, tokenizer or template needs routers of its own"
 
