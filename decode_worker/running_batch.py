@@ -10,12 +10,12 @@ from __future__ import annotations
 
 import bisect
 from collections import deque
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from collections.abc import Sequence as SequenceOf
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, replace
 
-from decode_worker.chunk_budget import ChunkBudget, PromptInLine
+from decode_worker.chunk_budget import ChunkBudget
 from decode_worker.decoding import Decoding, may_join
 from decode_worker.growth import Forecast, Growth
 from decode_worker.scheduler import Beside, StepLimits, StepPlan, note_overtaken, plan_step
@@ -103,12 +103,9 @@ class RunningBatch:
         limits: StepLimits,
         growth: Growth,
         budget: ChunkBudget,
-        arriving: Collection[Request] = (),
     ) -> None:
-        """`arriving`: those whose hand-off to here is under way; read whenever a step is planned."""
         self.budget = budget
         """Told of each step that ended by whoever runs them."""
-        self._arriving = arriving
         self.releases = BlockReleases(cache.pool)
         self._cache = cache
         self._pool = cache.pool
@@ -257,26 +254,13 @@ class RunningBatch:
             and (num_tokens := each.group.num_remaining_tokens) > len(each.group.running)  # a decode lacks one
         ]
         lacking.sort(key=lambda each: turn_of(*each))
-        return self.budget.wait_ratio([self._in_line(*each) for each in lacking])
-
-    def _in_line(self, request: Request, num_left: int) -> PromptInLine:
-        num_tokens = len(request.spec.prefix_token_ids) - request.group.prefix.num_cached_tokens
-        # Once it has its first token, it is a stream that goes on, of whatever age.
-        waited = self.budget.num_prompt_tokens - request.came_after_tokens if request.owes_prefill_done else 0
-        return PromptInLine(num_left, max(num_left, num_tokens), waited)
-
-    @property
-    def is_awaited(self) -> bool:
-        """Whether a client waits for a second token of a sequence that is still to come: the worker that computes the
-        prompt told the first one, or may tell it before the next step has ended.
-        """
-        return len(self._arriving) > 0
+        return self.budget.wait_ratio([num_left for _, num_left in lacking])
 
     def _limits_now(self) -> StepLimits:
         ratio = self.wait_ratio
         if not ratio:
             return self._limits
-        chunk_tokens = self.budget.tokens(self.num_decodes, ratio, is_awaited=self.is_awaited)
+        chunk_tokens = self.budget.tokens(self.num_decodes, ratio)
         return replace(self._limits, chunk_tokens=chunk_tokens)
 
     def _plan(self, limits: StepLimits) -> tuple[StepPlan, Beside | None]:

@@ -357,7 +357,7 @@ class StepLoop:
 
     def _report(self, batched: BatchedStep, result: StepResult) -> None:
         seconds = result.seconds
-        self._batch.budget.step_took(batched.num_decodes, batched.num_prompt_tokens, seconds, result.num_lent_cores)
+        self._batch.budget.step_took(batched.num_decodes, batched.num_prompt_tokens, seconds)
         if batched.is_decode:
             self._timing.step_took(len(batched.seqs), seconds)
         specs = tuple([request.spec for request, _ in batched.seqs])

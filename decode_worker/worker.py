@@ -69,7 +69,7 @@ class DecodeWorker:
             parts.cache, parts.receiver, parts.clock, self, policy.transfers, parts.validator.vocab_size
         )
         budget = policy.chunk_budget()
-        self._batch = RunningBatch(parts.cache, policy.limits, growth, budget, self._transfers.requests)
+        self._batch = RunningBatch(parts.cache, policy.limits, growth, budget)
         self._prompts = PromptsForOthers(self._batch, parts.cache, parts.sender, parts.clock, self)
         self._admission = Admission(
             policy, parts.cache, growth, self._batch, self._transfers, self._prompts, parts.engine

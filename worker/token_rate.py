@@ -7,7 +7,7 @@ _MEMORY_STEPS = 8
 
 
 class TokenRate:
-    """Of the last few thousand tokens, eight steps at least: what a few tokens add to a step is lost in its noise."""
+    """The rate over the last few thousand tokens and at least eight steps: one step's noise hides what few tokens add."""
 
     def __init__(self) -> None:
         self._tokens = self._seconds = 0.0
@@ -18,13 +18,7 @@ class TokenRate:
         self._tokens = keeps * self._tokens + tokens
         self._seconds = keeps * self._seconds + seconds
 
-    def slowed(self, times: float) -> TokenRate:
-        """A rate `times` lower, of as many tokens."""
-        slower = TokenRate()
-        slower._tokens, slower._seconds = self._tokens, times * self._seconds
-        return slower
-
     @property
     def per_s(self) -> float:
-        """0 = nothing was measured."""
+        """Tokens per second; 0 = nothing was measured."""
         return self._tokens / self._seconds if self._seconds > 0 else 0.0
