@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
-from bench.timing import time_s
+from bench.support.timing import time_s
 
 _READ_BYTES = {"cpu": 512 << 20, "cuda": 2 << 30}
 _GEMM_SIZES = {"cpu": (1024, 2048), "cuda": (4096, 8192)}

@@ -8,7 +8,7 @@ import sys
 import time
 from dataclasses import dataclass
 
-from bench.cluster import serve
+from bench.support.cluster import serve
 from models.demo.text import make_story
 from tandem.client import Client, Timings
 

@@ -4,57 +4,41 @@ Greedy, float32, prompts that sit on and beside every block and chunk border, 16
 each block size and chunk budget, by the engine alone, disaggregated over each transport, and
 colocated (real processes): token ids must be equal. Then bfloat16: the error of the
 logits against float64 may be at most 1.2 times that of transformers. Exits 1 if any differ.
-`--families` makes the random checkpoints of `bench.tiny_models`, `bench.tiny_language_parts` and
-`bench.tiny_transformers` and checks them all; `--only NAME` some of them. `--record FILE` appends each
+`--families` makes the random checkpoints of `bench.support.tiny_models`, `bench.support.tiny_language_parts` and
+`bench.support.tiny_transformers` and checks them all; `--only NAME` some of them. `--record FILE` appends each
 line and runs nothing again whose line says that all was equal: a run that was ended goes on there.
 """
 
 from __future__ import annotations
 
 import argparse
-import random
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from transformers.utils import logging
 
-from bench.exactness_reference import Reference
-from bench.exactness_served import SERVED_SYSTEMS, served_on
-from bench.exactness_system import AUTO_IMPL, ENGINE_SYSTEMS, Settings
-from bench.logit_error import MAX_RATIO, measure_logit_errors
-from bench.tiny_language_parts import TINY_LANGUAGE_PARTS
-from bench.tiny_models import TINY_MODELS, TinyModel, save_tiny_model
-from bench.tiny_transformers import TINY_TRANSFORMERS
+from bench.support.exactness import BLOCK_SIZES, CHUNK_BUDGETS, SYSTEMS, check_system, make_workload
+from bench.support.logit_error import MAX_RATIO, measure_logit_errors
+from bench.support.reference import Reference
+from bench.support.served_systems import served_on
+from bench.support.systems import AUTO_IMPL, ENGINE_SYSTEMS, Settings
+from bench.support.tiny_language_parts import TINY_LANGUAGE_PARTS
+from bench.support.tiny_models import TINY_MODELS, TinyModel, save_tiny_model
+from bench.support.tiny_transformers import TINY_TRANSFORMERS
 from models.family import FAMILIES
-from models.files.checkpoint import read_checkpoint, resolve_model
+from models.files.checkpoint import resolve_model
 
-SYSTEMS = {**ENGINE_SYSTEMS, **SERVED_SYSTEMS}
-BLOCK_SIZES = (1, 16, 64)
-CHUNK_BUDGETS = (64, 512)
-MAX_TOKENS = 64
 LONGEST_PROMPT = 3000
-TOGETHER = 16
-"""Prompts given to the system at once."""
 RANDOM_MODELS = (
     *TINY_MODELS,
     *TINY_LANGUAGE_PARTS,
     *(tiny for tiny in TINY_TRANSFORMERS if tiny.family not in FAMILIES),
 )
 """One checkpoint of each shape, by the implementation that `auto` chooses."""
-
-
-@dataclass(frozen=True, slots=True)
-class Workload:
-    """Prompts and the completions that transformers gives them."""
-
-    prompts: tuple[tuple[int, ...], ...]
-    expected: tuple[list[int], ...]
-    max_tokens: int
 
 
 class Record:
@@ -74,40 +58,6 @@ class Record:
         if self._file is not None and is_good:
             with self._file.open("a") as file:
                 file.write(f"{head}{result}\n")
-
-
-def border_lengths(longest: int) -> list[int]:
-    """Prompt lengths on and beside the borders of blocks and chunks, and the ends of the range."""
-    borders = {multiple * size for size in (*BLOCK_SIZES[1:], *CHUNK_BUDGETS) for multiple in (1, 2, 3)}
-    borders |= {1, 2048, longest}
-    lengths = {border + beside for border in borders for beside in (-1, 0, 1)}
-    return sorted(length for length in lengths if 1 <= length <= longest)
-
-
-def make_workload(
-    folder: Path, reference: Reference, longest: int, seed: int, max_tokens: int = MAX_TOKENS
-) -> Workload:
-    """Random prompts of every border length that the model's context admits."""
-    config = read_checkpoint(str(folder))
-    rng = random.Random(seed)
-    lengths = border_lengths(min(longest, config.context_tokens - max_tokens))
-    rng.shuffle(lengths)  # so that each batch mixes long and short
-    prompts = tuple(tuple(rng.randrange(config.vocab_size) for _ in range(length)) for length in lengths)
-    return Workload(prompts, tuple(reference.generate(prompt, max_tokens) for prompt in prompts), max_tokens)
-
-
-def check_system(name: str, folder: Path, settings: Settings, work: Workload) -> list[tuple[int, int]]:
-    """Runs the workload; returns (prompt number, first wrong token) of each completion that differs."""
-    completions: list[list[int]] = []
-    with SYSTEMS[name](folder, settings) as system:
-        for start in range(0, len(work.prompts), TOGETHER):
-            completions += system.generate(work.prompts[start : start + TOGETHER], work.max_tokens)
-    differing = []
-    for number, (ours, theirs) in enumerate(zip(completions, work.expected, strict=True)):
-        if ours != theirs:
-            pairs = enumerate(zip(ours, theirs, strict=False))
-            differing.append((number, next((i for i, (a, b) in pairs if a != b), min(len(ours), len(theirs)))))
-    return differing
 
 
 def check_checkpoint(

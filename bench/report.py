@@ -1,180 +1,367 @@
-"""What a load test found: per request, and summed up as percentiles, throughput, goodput. Pure."""
+"""Renders pages from `bench/results/`: `python -m bench.report`. No figure is typed by hand.
+
+`docs/performance.md` as a whole: one table for each class of machine. In `docs/reliability.md` and `docs/models.md`
+what stands between `<!-- figures: NAME -->` and `<!-- end -->`. `docs/images/vllm.svg`: the README's chart against vLLM
+on each class of CPU (needs matplotlib). A record that is not there has no rows. `--check` writes nothing; exit code 1
+if a page differs.
+"""
 
 from __future__ import annotations
 
+import argparse
 import json
-import math
-from collections import Counter
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
-from itertools import pairwise
+import re
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
-from bench.workload import LoadOptions
+from bench.claims import as_markdown as claims_table
+from bench.peers.contenders import LLAMA, OURS, OURS_INT4, OURS_INT8, TRANSFORMERS, VLLM
+from bench.peers.servers import AUTO, COLOCATED, DISAGGREGATED, VLLM_SERVER
+from bench.soak.calls import NOT_COUNTED, WANTS_ANSWER
+from bench.support.machine import RESULTS
+from bench.support.markdown import table
 
-_QUANTILES = (0.5, 0.9, 0.95, 0.99)
+DOCS = Path(__file__).parents[1] / "docs"
+CHART = DOCS / "images" / "vllm.svg"
+CLASSES = {"amx": "CPU with AMX", "avx512_bf16": "CPU with AVX-512 BF16", "avx2": "CPU with AVX2"}
+"""Title by tier of the native kernels."""
+SHAPES = ("135m", "0.6b", "moe")
+SYSTEMS = ("engine", "shm", "tcp", "colocated")
+_MISSING = "–"
+_PLACE = re.compile(r"(<!-- figures: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
+_EXACT = re.compile(r"(\S+) +(\w+) +block +(\d+) chunk +(\d+) +(\d+)/(\d+) prompts equal")
+_DYNAMO: Mapping[tuple[str, str], tuple[str, str]] = {
+    ("1P1D", "decode-0"): ("600", "never"),
+    ("1P1D", "prefill-0"): ("2", "42 s"),
+    ("1P1D", "router"): ("136", "17 s"),
+}
+"""Failed requests and recovery by its tests/fault_tolerance/README.md at commit 01d7aed, of 800 requests."""
+
+Record = dict[str, Any]
+Document = Mapping[str, Any]
+Row = tuple[str, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Sample:
-    """One request as its client saw it; times count from its scheduled arrival."""
+def performance(records: Mapping[str, Record]) -> str:
+    """The page; `records` by the stem of their file."""
+    parts = [
+        "# Performance\n",
+        "Tandem's speed on each class of machine that was measured, beside its peers on the same cores in the same "
+        "run. `python -m bench.report` renders this page from `bench/results/*.json`, which hold every round, the "
+        "versions and the machine. [bench/README.md](../bench/README.md) has the commands that take each figure again; "
+        "[bench/LOG.md](../bench/LOG.md) has what was tried, kept or not.\n",
+        "Medians. Absolute times drift with a machine's neighbours; the last column, against vLLM, is of one run and "
+        "holds: more than 1 means that Tandem is faster.\n",
+    ]
+    for tier, title in CLASSES.items():
+        rows = [*_peer_rows(records, tier), *_goodput_rows(records.get(f"goodput-{tier}"))]
+        if rows:
+            header = ("figure", "Tandem", "vLLM", "llama.cpp", "transformers", "times vLLM")
+            taken = [records[stem] for stem in _stems(records, tier)]
+            parts += [f"## {title}\n", table(header, rows), *(f"{_taken(each)}\n" for each in taken[:1])]
+    gpu, kernels = records.get("gpu"), records.get("kernels-cuda")
+    if gpu is not None and kernels is not None:
+        parts += [f"## {gpu['results']['gpu']['gpu']}\n", *_gpu(gpu["results"], kernels["results"]), f"{_taken(gpu)}\n"]
+    if "transfer" in records:
+        parts += ["## Hand-offs between two processes\n", _transfers(records["transfer"]["results"])]
+        parts.append(f"{_taken(records['transfer'])}\n")
+    if "claims" in records:
+        parts += ["## Claims (`python -m bench.claims`)\n", claims_table(records["claims"]["results"]["claims"])]
+        parts.append(f"{_taken(records['claims'])}\n")
+    return "\n".join(parts)
 
-    at_s: float
-    prompt_tokens: int
-    arrivals: tuple[tuple[float, int], ...]
-    """Time and number of tokens of each message that brought any."""
-    e2e_s: float
-    error: str
-    """ErrorInfo reason, or empty."""
 
-    @property
-    def num_tokens(self) -> int:
-        """Tokens generated."""
-        return sum(count for _, count in self.arrivals)
+def _stems(records: Mapping[str, Record], tier: str) -> list[str]:
+    return [stem for shape in SHAPES if (stem := f"peers-{shape}-{tier}") in records]
 
-    @property
-    def ttft_s(self) -> float:
-        """Time to the first token; infinite if none came."""
-        return self.arrivals[0][0] if self.arrivals else math.inf
 
-    @property
-    def itl_s(self) -> tuple[float, ...]:
-        """Gaps between messages with tokens: what a reader waits, tokens that come together count once."""
-        return tuple(later - earlier for (earlier, _), (later, _) in pairwise(self.arrivals))
+def _taken(record: Document) -> str:
+    machine = ", ".join(f"{key} {value}" for key, value in record["machine"].items())
+    return f"Taken {record['date']} on {machine}."
 
-    @property
-    def tpot_s(self) -> float | None:
-        """Mean time per token after the first message; None if there was no other."""
-        rest = sum(count for _, count in self.arrivals[1:])
-        return (self.arrivals[-1][0] - self.arrivals[0][0]) / rest if rest else None
 
-    def meets(self, options: LoadOptions) -> bool:
-        """Whether it succeeded within the SLO."""
-        itl_s = quantile(self.itl_s, 0.99) if self.itl_s else 0.0
-        return (
-            not self.error
-            and (options.slo_ttft_s is None or self.ttft_s <= options.slo_ttft_s)
-            and (options.slo_itl_s is None or itl_s <= options.slo_itl_s)
+def _peer_rows(records: Mapping[str, Record], tier: str) -> Iterator[Row]:
+    for stem in _stems(records, tier):
+        results, shape = records[stem]["results"], stem.split("-")[1]
+        for each in results["decode"]:
+            yield _row(f"{shape}: decode step {each['workload']}, ms", each["step_ms"], is_rate=False)
+        for each in results["prefill"]:
+            yield _row(f"{shape}: prompts {each['workload']}, tokens/s", each["tokens_per_s"], is_rate=True)
+        for each in results.get("quantized", ())[:1]:
+            steps = each["step_ms"]
+            for name, theirs in ((OURS_INT8, f"{LLAMA} Q8_0"), (OURS_INT4, f"{LLAMA} Q4_0")):
+                found = {OURS: steps[name], LLAMA: steps.get(theirs)} if name in steps else {}
+                if found:
+                    what = f"{shape}: decode step {each['workload']}, {name.split()[-1]}, ms"
+                    yield _row(what, found, is_rate=False)
+        yield from _served_rows(results, shape)
+
+
+def _served_rows(results: Document, shape: str) -> Iterator[Row]:
+    served, vllm = results["served"], results["served"].get(VLLM_SERVER, {})
+    load = results["settings"]["served"]
+    lengths = f"{load['streams']} × ({load['prompt_tokens']} + {load['output_tokens']})"
+    for name in (COLOCATED, DISAGGREGATED):
+        if name in served:
+            deployment = name.split()[-1]
+            rates = {OURS: served[name]["tokens_per_s"], VLLM: vllm.get("tokens_per_s")}
+            yield _row(f"{shape}: served {lengths}, {deployment}, tokens/s", rates, is_rate=True)
+            first = {OURS: served[name]["alone_ttft_ms"], VLLM: vllm.get("alone_ttft_ms")}
+            yield _row(f"{shape}: first token alone, {deployment}, ms", first, is_rate=False)
+    burst = results["interference"]
+    if DISAGGREGATED in burst:
+        whose = {DISAGGREGATED: OURS, VLLM_SERVER: VLLM}
+        gaps = {whose[name]: {"median": each["burst_ms"]["p99"]} for name, each in burst.items()}
+        yield _row(f"{shape}: 99th percentile of gaps beside long prompts, ms", gaps, is_rate=False)
+
+
+def _row(name: str, figures: Mapping[str, Document | None], *, is_rate: bool) -> Row:
+    medians = {who: each["median"] for who, each in figures.items() if each}
+    cells = (_number(medians.get(who)) for who in (OURS, VLLM, LLAMA, TRANSFORMERS))
+    ours, theirs = medians.get(OURS), medians.get(VLLM)
+    ratio = _MISSING if ours is None or theirs is None else f"{ours / theirs if is_rate else theirs / ours:.2f}"
+    return (name, *cells, ratio)
+
+
+def _goodput_rows(record: Record | None) -> Iterator[Row]:
+    """Goodput of each form of Tandem; of a server that passed no rate, the lowest that failed, as `< rate`."""
+    for load, each in ({} if record is None else record["results"]["loads"]).items():
+        servers = each["servers"]
+        vllm = servers.get(VLLM_SERVER)
+        for name in (AUTO, DISAGGREGATED, COLOCATED):
+            if name in servers:
+                ours, theirs = servers[name]["goodput_per_s"], None if vllm is None else vllm["goodput_per_s"]
+                ratio = f"{ours / theirs:.2f}" if ours and theirs else _MISSING
+                if ours and vllm is not None and not theirs and vllm["failed_per_s"]:
+                    ratio = f"> {ours / vllm['failed_per_s']:.1f}"
+                figures = (_goodput(servers[name]), _MISSING if vllm is None else _goodput(vllm))
+                yield (f"goodput, {load}, {name.split()[-1]}, requests/s", *figures, _MISSING, _MISSING, ratio)
+
+
+def _goodput(server: Document) -> str:
+    passed, failed = server["goodput_per_s"], server["failed_per_s"]
+    return f"{passed:.2f}" if passed else f"< {failed:.2f}" if failed else _MISSING
+
+
+def _gpu(results: Document, kernels: Document) -> list[str]:
+    rows: list[Row] = []
+    for part in results["parts"]:
+        found = part["result"]
+        if part["name"] == "served" and found:
+            for name, server in found["servers"].items():
+                load, latency = server["options"], server["latencies_s"]
+                lengths = f"{load['concurrency']} × ({load['prompt_tokens']} + {load['output_tokens']})"
+                head = f"{found['model']}: served {lengths}, {name}"
+                rows.append((f"{head}, tokens/s", _number(server["rates_per_s"]["output_tokens"])))
+                for key, what in (("ttft", "first token"), ("itl", "gap")):
+                    median, last = (_number(latency[key][which] * 1e3) for which in ("p50", "p99"))
+                    rows.append((f"{head}: {what} p50, p99, ms", f"{median}, {last}"))
+        if part["name"] == "transfer" and found:
+            for each in found["results"]:
+                what = f"hand-off, {each['transport']}, blocks of {each['block_bytes'] / 1024:.0f} KiB, GB/s"
+                rows.append((what, _number(each["median_gb_per_s"])))
+    for step in kernels["decode_steps"]:
+        parts = ("linear", "attention", "small", "sampling")
+        figures = " + ".join(_number(step[f"{name}_ms"]) for name in parts)
+        rows.append((f"{step['model']}: parts of a decode step {step['batch']} × {step['context']}, ms", figures))
+    rows += [(f"idle share of the device, {gap['how']}", f"{gap['idle_share']:.1%}") for gap in kernels["launch_gaps"]]
+    return [
+        "Parts of a step: products, attention, small operations, sampling.\n",
+        table(("figure", "Tandem"), rows),
+    ]
+
+
+def _transfers(results: Document) -> str:
+    header = ("transport", "block, KiB", "GB/s", "of its ceiling", "one block, ms", "none, ms")
+    rows = [
+        (
+            *(each["transport"], f"{each['block_bytes'] / 1024:.0f}", _number(each["median_gb_per_s"])),
+            *(_number(each[name]) for name in ("of_ceiling", "one_block_ms", "empty_ms")),
         )
+        for each in results["results"]
+    ]
+    return table(header, rows)
 
 
-@dataclass(frozen=True, slots=True)
-class Distribution:
-    """Seconds, summed up. `quantiles` belong to 0.5, 0.9, 0.95, 0.99."""
-
-    count: int
-    mean: float
-    quantiles: tuple[float, ...]
-    maximum: float
-
-    @classmethod
-    def of(cls, values: Sequence[float]) -> Distribution | None:
-        """None of no values."""
-        if not values:
-            return None
-        mean = math.fsum(values) / len(values)
-        return cls(len(values), mean, tuple(quantile(values, each) for each in _QUANTILES), max(values))
+def _number(value: float | None) -> str:
+    """Three digits that count."""
+    if value is None:
+        return _MISSING
+    return f"{value:,.0f}" if value >= 100 else f"{value:.1f}" if value >= 10 else f"{value:.2f}"
 
 
-@dataclass(frozen=True, slots=True)
-class LoadReport:
-    """One load test."""
+def put(page: str, records: Mapping[str, Record]) -> str:
+    """The page with the figures of these records, which are named as their places; others stay as they are."""
 
-    options: LoadOptions
-    model: str
-    duration_s: float
-    """First scheduled arrival to last end."""
-    samples: tuple[Sample, ...]
+    def place(found: re.Match[str]) -> str:
+        name = found[2]
+        if name not in records or name not in PLACES:
+            return found[0]
+        return f"{found[1]}{PLACES[name](records[name]['results'])}\n{_taken(records[name])}\n{found[3]}"
 
-    @property
-    def succeeded(self) -> tuple[Sample, ...]:
-        """Requests without an error; only these have latencies."""
-        return tuple(sample for sample in self.samples if not sample.error)
-
-    @property
-    def num_succeeded(self) -> int:
-        """How many."""
-        return len(self.succeeded)
-
-    @property
-    def latencies_s(self) -> dict[str, tuple[float, ...]]:
-        """All values of each latency, by its name."""
-        good = self.succeeded
-        return {
-            "ttft": tuple(sample.ttft_s for sample in good if sample.arrivals),
-            "itl": tuple(gap for sample in good for gap in sample.itl_s),
-            "tpot": tuple(sample.tpot_s for sample in good if sample.tpot_s is not None),
-            "e2e": tuple(sample.e2e_s for sample in good),
-        }
-
-    @property
-    def rates_per_s(self) -> dict[str, float]:
-        """Throughput in requests and tokens, and goodput."""
-        span_s = max(self.duration_s, 1e-9)
-        return {
-            "requests": self.num_succeeded / span_s,
-            "prompt_tokens": sum(sample.prompt_tokens for sample in self.succeeded) / span_s,
-            "output_tokens": sum(sample.num_tokens for sample in self.succeeded) / span_s,
-            "goodput_requests": sum(sample.meets(self.options) for sample in self.samples) / span_s,
-        }
-
-    @property
-    def errors(self) -> dict[str, int]:
-        """How often each reason was given."""
-        return dict(Counter(sample.error for sample in self.samples if sample.error))
-
-    def as_text(self) -> str:
-        """For people."""
-        rates = self.rates_per_s
-        lines = [
-            f"model {self.model}: {self.num_succeeded} of {len(self.samples)} requests in {self.duration_s:.2f} s, "
-            f"{self._load()}",
-            *(f"  failed with {reason}: {count}" for reason, count in sorted(self.errors.items())),
-            f"throughput: {rates['requests']:.2f} requests/s, {rates['prompt_tokens']:.0f} prompt tokens/s, "
-            f"{rates['output_tokens']:.0f} output tokens/s",
-            f"goodput: {rates['goodput_requests']:.2f} requests/s within {self._slo()}",
-            f"{'ms':<6}{'mean':>10}{'p50':>10}{'p90':>10}{'p95':>10}{'p99':>10}{'max':>10}",
-        ]
-        for name, values in self.latencies_s.items():
-            if (found := Distribution.of(values)) is not None:
-                figures = (found.mean, *found.quantiles, found.maximum)
-                lines.append(f"{name:<6}" + "".join(f"{figure * 1e3:>10.2f}" for figure in figures))
-        return "\n".join(lines)
-
-    def as_json(self) -> str:
-        """Everything, for programs; times in seconds."""
-        document: dict[str, Any] = {
-            "options": asdict(self.options),
-            "model": self.model,
-            "duration_s": self.duration_s,
-            "errors": self.errors,
-            "rates_per_s": self.rates_per_s,
-            "latencies_s": {name: _named(Distribution.of(values)) for name, values in self.latencies_s.items()},
-            "requests": [asdict(sample) for sample in self.samples],
-        }
-        return json.dumps(document, indent=2)
-
-    def _load(self) -> str:
-        if self.options.rate_per_s is None:
-            return f"closed loop of {self.options.concurrency}"
-        return f"open loop at {self.options.rate_per_s:g}/s ({self.options.arrivals})"
-
-    def _slo(self) -> str:
-        limits = (("ttft", self.options.slo_ttft_s), ("itl p99", self.options.slo_itl_s))
-        return ", ".join(f"{name} {limit * 1e3:g} ms" for name, limit in limits if limit is not None) or "no SLO"
+    return _PLACE.sub(place, page)
 
 
-def quantile(values: Sequence[float], share: float) -> float:
-    """Linear between the two nearest ranks (Hyndman and Fan's type 7). `values` must not be empty."""
-    ranked = sorted(values)
-    rank = share * (len(ranked) - 1)
-    low = math.floor(rank)
-    high = min(low + 1, len(ranked) - 1)
-    return ranked[low] + (ranked[high] - ranked[low]) * (rank - low)
+def faults_section(results: Document) -> str:
+    """One row per kill, beside Dynamo's figures."""
+    header = (
+        *("fleet", "killed", "requests", "failed, in flight", "failed, later", "wrong"),
+        *("service back", "recovery", "Dynamo: failed", "recovery"),
+    )
+    counts = ("requests", "failed_in_flight", "failed_later", "wrong")
+    rows = [
+        (
+            *(each["fleet"], each["killed"], *(str(each[name]) for name in counts)),
+            *("never" if each[name] is None else f"{each[name]:.1f} s" for name in ("service_back_s", "recovery_s")),
+            *_DYNAMO.get((each["fleet"], each["victim"]), ("", "")),
+        )
+        for each in results["outcomes"]
+    ]
+    return table(header, rows)
 
 
-def _named(found: Distribution | None) -> dict[str, float] | None:
-    if found is None:
-        return None
-    quantiles = {f"p{each * 100:g}": value for each, value in zip(_QUANTILES, found.quantiles, strict=True)}
-    return {"count": found.count, "mean": found.mean, **quantiles, "max": found.maximum}
+def soak_section(results: Document) -> str:
+    """What was done, what callers met, what was violated."""
+    outcomes = sorted({outcome for each in results["calls"].values() for outcome in each}, key=lambda x: (x != "ok", x))
+    calls = [(manner, *(str(each.get(name, 0)) for name in outcomes)) for manner, each in results["calls"].items()]
+    faults = ", ".join(f"{count} × {what}" for what, count in sorted(results["faults"].items()))
+    lost = sum(results["calls"].get(manner, {}).get(each, 0) for manner in WANTS_ANSWER for each in NOT_COUNTED)
+    stayed = results["wanted"] - lost
+    found = "".join(f", {count} {sort}" for sort, count in results.get("found", {}).items())
+    lines = (
+        f"Seed {results['seed']}, {len(results['rounds'])} rounds, {results['storm_s'] / 60:.1f} minutes of faults: "
+        f"{faults}.\n",
+        table(("callers", *outcomes), calls),
+        f"Served {results['served']} of {stayed} calls that wanted an answer and had time for it, and whose connection "
+        f"stayed ({results['served'] / max(1, stayed):.1%}). Violations: {len(results['violations'])}{found}.\n",
+    )
+    return "\n".join(lines)
+
+
+def restarts_section(results: Document) -> str:
+    """One row per survivor of each half: what it held before, and after."""
+    header = (
+        *("transport", "killed", "times", "calls", "failed", "wrong, left over", "survivor"),
+        *("descriptors", "threads", "shared mappings", "MiB"),
+    )
+    rows = []
+    for transport, halves in results.items():
+        for half in halves:
+            failed = ", ".join(f"{count} × {what}" for what, count in half["failed"].items()) or "0"
+            violations = "; ".join(half["violations"]) or "nothing"
+            counts = (transport, half["victim"], str(half["rounds"]), str(half["calls"]), failed, violations)
+            rows += [(*counts, name, *_growth(then, half["after"][name])) for name, then in half["before"].items()]
+    return table(header, rows)
+
+
+def _growth(before: Document, after: Document) -> list[str]:
+    held = [f"{before[what]} → {after[what]}" for what in ("descriptors", "threads", "shared_mappings")]
+    return [*held, f"{before['rss_bytes'] / 2**20:.0f} → {after['rss_bytes'] / 2**20:.0f}"]
+
+
+PLACES: Mapping[str, Callable[[Document], str]] = {
+    "faults": faults_section,
+    "soak": soak_section,
+    "restarts": restarts_section,
+}
+
+
+def exact_cells(record: str) -> dict[str, dict[str, set[tuple[int, int]]]]:
+    """By label and system: (block size, chunk budget) of each setting in which every prompt was equal."""
+    cells: dict[str, dict[str, set[tuple[int, int]]]] = {}
+    for label, system, block_size, chunk_tokens, equal, prompts in _EXACT.findall(record):
+        if equal == prompts:
+            known = cells.setdefault(label, {}).setdefault(system, set())
+            known.add((int(block_size), int(chunk_tokens)))
+    return cells
+
+
+def put_exactness(page: str, record: str) -> str:
+    """The page with a row for all shapes that were checked alike."""
+    shapes: dict[Row, list[str]] = {}
+    for label, cells in exact_cells(record).items():
+        row = tuple(_settings(cells.get(system, set())) for system in SYSTEMS)
+        shapes.setdefault(row, []).append(f"`{label}`")
+    rendered = table((*SYSTEMS, "shapes"), [(*row, ", ".join(labels)) for row, labels in shapes.items()])
+    return _PLACE.sub(lambda found: f"{found[1]}{rendered}{found[3]}" if found[2] == "exactness" else found[0], page)
+
+
+def _settings(settings: set[tuple[int, int]]) -> str:
+    sizes, chunks = (sorted({each[place] for each in settings}) for place in (0, 1))
+    if settings and len(settings) == len(chunks) * len(sizes):
+        return f"{', '.join(map(str, sizes))} · {', '.join(map(str, chunks))}"
+    return "; ".join(f"{size} · {chunk}" for size, chunk in sorted(settings)) or _MISSING
+
+
+def draw_chart(records: Mapping[str, Record], path: Path) -> None:
+    """Bars, Tandem by vLLM on each class of CPU: decode, prompts, served tokens. Raises OSError."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(9, 3.2), layout="constrained")
+    axis = figure.subplots()
+    classes = [(tier, title) for tier, title in CLASSES.items() if f"peers-135m-{tier}" in records]
+    for index, (tier, title) in enumerate(classes):
+        bars = _chart_ratios(records[f"peers-135m-{tier}"]["results"])
+        places = [place + index * 0.8 / len(classes) for place in range(len(bars))]
+        axis.bar(places, list(bars.values()), width=0.75 / len(classes), label=title)
+        axis.set_xticks([place + 0.3 for place in range(len(bars))], list(bars))
+    axis.axhline(1.0, color="grey", linestyle="--")
+    axis.set(ylabel="speed, times vLLM's", title="Tandem against vLLM on two CPU cores, 135M Llama, one run each")
+    axis.legend()
+    figure.savefig(path, metadata={"Date": None})
+
+
+def _chart_ratios(results: Document) -> dict[str, float]:
+    found = {
+        f"decode\n{each['workload']}": each["step_ms"][VLLM]["median"] / each["step_ms"][OURS]["median"]
+        for each in results["decode"]
+        if VLLM in each["step_ms"]
+    }
+    for each in results["prefill"]:
+        rates = each["tokens_per_s"]
+        if VLLM in rates:
+            found[f"prompts\n{each['workload']}"] = rates[OURS]["median"] / rates[VLLM]["median"]
+    served = results["served"]
+    if VLLM_SERVER in served:
+        ours, theirs = (served[name]["tokens_per_s"]["median"] for name in (COLOCATED, VLLM_SERVER))
+        found["served\ntokens/s"] = ours / theirs
+    return found
+
+
+def pages(records: Mapping[str, Record], exactness: str) -> dict[Path, str]:
+    """Every page as it should be."""
+    reliability, models = DOCS / "reliability.md", DOCS / "models.md"
+    return {
+        DOCS / "performance.md": performance(records),
+        reliability: put(reliability.read_text(), records),
+        models: put_exactness(models.read_text(), exactness),
+    }
+
+
+def read_records() -> dict[str, Record]:
+    """All results that are there and have a date."""
+    found = {path.stem: json.loads(path.read_text()) for path in sorted(RESULTS.glob("*.json"))}
+    return {stem: record for stem, record in found.items() if "machine" in record}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Writes the pages and the chart, or checks the pages."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--check", action="store_true", help="write nothing; exit code 1 if a page differs")
+    args = parser.parse_args(arguments)
+    records = read_records()
+    wanted = pages(records, (RESULTS / "exactness.txt").read_text())
+    if args.check:
+        differing = [path.name for path, text in wanted.items() if path.read_text() != text]
+        print(*differing, sep="\n")
+        return 1 if differing else 0
+    for path, text in wanted.items():
+        path.write_text(text)
+    draw_chart(records, CHART)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

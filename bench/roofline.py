@@ -8,7 +8,7 @@ is an addition or a multiplication; exponentials and square roots count one, mas
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -58,17 +58,6 @@ class Cost:
         return self.memory_s(ceilings) >= self.compute_s(ceilings)
 
 
-def total(parts: Mapping[str, Cost]) -> Cost:
-    """The sum of a phase's parts; there must be one."""
-    first, *rest = parts.values()
-    return sum(rest, start=first)
-
-
-def serial_limit_s(parts: Mapping[str, Cost], ceilings: Ceilings) -> float:
-    """The limit where parts follow each other, so that one's bytes do not hide behind another's flops."""
-    return sum(part.limit_s(ceilings) for part in parts.values())
-
-
 # Kernels.
 
 
@@ -108,21 +97,11 @@ def silu_mul_cost(tokens: int, intermediate: int, dtype: torch.dtype) -> Cost:
     return Cost(3 * tokens * intermediate * dtype.itemsize, 5 * tokens * intermediate, dtype)
 
 
-def copy_blocks_cost(count: int, block_bytes: int, dtype: torch.dtype) -> Cost:
-    """Reads and writes each block once."""
-    return Cost(2 * count * block_bytes, 0, dtype)
-
-
-def sampling_cost(rows: int, vocab_size: int) -> Cost:
-    """Reads each float32 logit once: maximum, exponential and sum on the way."""
-    return Cost(4 * rows * vocab_size, 4 * rows * vocab_size, torch.float32)
-
-
 # Phases.
 
 
-def step_costs(config: ModelConfig, lens: Lens, dtype: torch.dtype) -> dict[str, Cost]:
-    """One step over a ragged batch that samples each seq's last token: `linear`, `attention`, `lm_head`.
+def step_cost(config: ModelConfig, lens: Lens, dtype: torch.dtype) -> Cost:
+    """One step over a ragged batch that samples each seq's last token: linear maps, attention, and the head.
 
     Of the last layer only KV is needed for all tokens, the rest for the sampled ones alone.
     """
@@ -141,11 +120,9 @@ def step_costs(config: ModelConfig, lens: Lens, dtype: torch.dtype) -> dict[str,
     queries = 2 * (tokens * (layers - 1) + rows) * query_size  # q and the result, which stay in the cache
     kv_bytes = sum(each.num_bytes for each in attended) - queries * dtype.itemsize
     kv_bytes += 2 * tokens * kv_size * layers * dtype.itemsize  # written, before it is read
-    return {
-        "linear": Cost((weights + read - used) * layers * dtype.itemsize, 2 * multiplied, dtype),
-        "attention": Cost(kv_bytes, sum(each.flops for each in attended), dtype),
-        "lm_head": Cost(lm_head * dtype.itemsize, 2 * rows * lm_head, dtype),
-    }
+    linear = Cost((weights + read - used) * layers * dtype.itemsize, 2 * multiplied, dtype)
+    attention = Cost(kv_bytes, sum(each.flops for each in attended), dtype)
+    return linear + attention + Cost(lm_head * dtype.itemsize, 2 * rows * lm_head, dtype)
 
 
 def _mlp_weights(config: ModelConfig, tokens: int) -> tuple[int, int]:
@@ -161,41 +138,6 @@ def _mlp_weights(config: ModelConfig, tokens: int) -> tuple[int, int]:
     always = (1 - share) * plain + share * 3 * config.hidden_size * (experts.shared_intermediate_size or 0)
     named = experts.num_experts * (1 - (1 - experts.num_active / experts.num_experts) ** tokens)
     return int(always + share * named * one), int(always + share * experts.num_active * one)
-
-
-def phase_bytes(config: ModelConfig, lens: Lens, dtype: torch.dtype) -> dict[str, int]:
-    """Bytes of weights or KV that each kind of phase of a native step reads over all layers, by its name there."""
-    hidden, layers, itemsize = config.hidden_size, config.num_layers, dtype.itemsize
-    query_size, kv_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-    keys = sum(_visible_keys(*each, window) for window in config.windows for each in lens)
-    return {
-        "qkv": layers * hidden * (query_size + 2 * kv_size) * itemsize,
-        "attend": 2 * kv_size * keys * itemsize,
-        "output": layers * query_size * hidden * itemsize,
-        "gate_up": layers * 2 * hidden * config.intermediate_size * itemsize,
-        "down": layers * hidden * config.intermediate_size * itemsize,
-        "lm_head": config.vocab_size * hidden * itemsize,
-    }
-
-
-def decode_step_costs(config: ModelConfig, batch: int, context: int, dtype: torch.dtype) -> dict[str, Cost]:
-    """One decode step of `batch` seqs with `context` tokens of KV each, the new token included."""
-    return step_costs(config, [(1, context)] * batch, dtype)
-
-
-def prefill_costs(config: ModelConfig, prompts: int, tokens: int, dtype: torch.dtype) -> dict[str, Cost]:
-    """`prompts` fresh prompts of `tokens` each in one step, as if no chunk budget read weights again."""
-    return step_costs(config, [(tokens, tokens)] * prompts, dtype)
-
-
-def decode_step_cost(config: ModelConfig, batch: int, context: int, dtype: torch.dtype) -> Cost:
-    """The sum of `decode_step_costs`."""
-    return total(decode_step_costs(config, batch, context, dtype))
-
-
-def prefill_cost(config: ModelConfig, prompts: int, tokens: int, dtype: torch.dtype) -> Cost:
-    """The sum of `prefill_costs`."""
-    return total(prefill_costs(config, prompts, tokens, dtype))
 
 
 def _visible_keys(query_len: int, seq_len: int, window: int | None) -> int:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -17,8 +18,7 @@ from typing import Any
 
 import torch
 
-from bench.cluster import START_TIMEOUT_S, serve
-from bench.load import run
+from bench.support.cluster import START_TIMEOUT_S, serve
 from bench.workload import LoadOptions
 from kernels.triton import COMPILED
 from tandem.client import Client
@@ -35,7 +35,7 @@ def checkpoint(shape: str) -> Iterator[str]:
     if shape == DEMO:
         yield DEMO
         return
-    from bench.peers.model import PEER_SHAPES, write_checkpoint  # needs transformers
+    from bench.support.checkpoints import PEER_SHAPES, write_checkpoint  # needs transformers
 
     with tempfile.TemporaryDirectory() as folder:
         with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
@@ -45,31 +45,39 @@ def checkpoint(shape: str) -> Iterator[str]:
 
 
 def measure(model: str, options: list[str], load: LoadOptions) -> dict[str, Any]:
-    """Raises RuntimeError if a request failed, or had a kernel compiled for it."""
+    """Returns the figures of `tandem bench`. Raises RuntimeError if a request failed or waited for a compiler."""
     with serve(model, *options) as cluster:
         with Client(cluster.target) as client:
             client.wait_ready(START_TIMEOUT_S)
-        report = run(cluster.target, load, _TIMEOUT_S)
-    figures: dict[str, Any] = json.loads(report.as_json())
-    del figures["requests"]
+        figures = run_load(cluster.target, load)
     if compiled := [line for line in cluster.log if COMPILED in line]:
         raise RuntimeError(compiled[0])
-    if report.num_succeeded < load.num_requests:
-        raise RuntimeError(f"{load.num_requests - report.num_succeeded} requests failed: {figures['errors']}")
+    if figures["errors"]:
+        raise RuntimeError(f"requests failed: {figures['errors']}")
+    return figures
+
+
+def run_load(target: str, load: LoadOptions) -> dict[str, Any]:
+    """Runs `tandem bench` against `target`; returns its JSON without single requests. Raises CalledProcessError."""
+    with tempfile.TemporaryDirectory() as folder:
+        report = Path(folder) / "report.json"
+        options = ("--target", target, "--timeout-seconds", f"{_TIMEOUT_S:g}", *load.arguments, "--json", str(report))
+        subprocess.run((sys.executable, "-m", "cli.main", "bench", *options), check=True, stdout=sys.stderr)
+        figures: dict[str, Any] = json.loads(report.read_text())
+    del figures["requests"]
     return figures
 
 
 def main(arguments: list[str]) -> int:
     """Prints each server's report by its name, without single requests."""
     parser = argparse.ArgumentParser(prog="python -m bench.served", description=__doc__)
-    parser.add_argument("--shape", default=DEMO, help="demo, or one of bench.peers.model")
+    parser.add_argument("--shape", default=DEMO, help="demo, or one of bench.support.checkpoints")
     parser.add_argument("--callers", type=int, default=16, help="each sends its next request when one has ended")
     parser.add_argument("--requests", type=int, default=96)
     parser.add_argument("--prompt-tokens", type=int, default=512)
     parser.add_argument("--output-tokens", type=int, default=64)
     args, options = parser.parse_known_args(arguments)
     load = LoadOptions(
-        rate_per_s=None,
         concurrency=args.callers,
         num_requests=args.requests,
         num_warmup=8,

@@ -1,4 +1,4 @@
-"""What `bench.transfer` holds transports against: the same bytes by a copy, a socket, NIXL alone.
+"""What `bench.transfer` holds transports against: the same bytes by a copy, or by a socket.
 
 Each also with what verification needs at least: every byte hashed on both sides, without protocol, threads or loops.
 """
@@ -9,26 +9,21 @@ import contextlib
 import mmap
 import multiprocessing
 import os
-import secrets
 import socket
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from kernels.digest import digest_blocks
-from kvtransfer import nixl_agent
 from kvtransfer.handoff import PIECE_BYTES
-from kvtransfer.row_copy import copy_rows, row_checksums
+from kvtransfer.rows import Rows
 
 _TIMEOUT_S = 30.0
-_TAKE_IN, _REST, _HASH = "take in", "rest", "hash"
-"""What a child of `NixlCeiling` is asked."""
 
 
 class CopyCeiling:
@@ -62,7 +57,7 @@ class CopyCeiling:
         num_rows = max(1, PIECE_BYTES // self._source.shape[1])
         for first in range(0, len(self._source), num_rows):
             ids = range(first, min(first + num_rows, len(self._source)))
-            copy_rows(self._source, ids, self._target, ids)
+            Rows(self._source).copy_to(Rows(self._target), ids, ids)
             self._pipe.send(ids)
         self._pipe.send(None)
         self._pipe.recv()
@@ -81,7 +76,7 @@ def _hash_all(pipe: Connection, path: str, shape: tuple[int, ...]) -> None:
     with contextlib.suppress(EOFError):
         while True:
             while (ids := pipe.recv()) is not None:
-                row_checksums(rows, ids)
+                Rows(rows).checksums(ids)
             pipe.send(None)
 
 
@@ -117,90 +112,6 @@ class DeviceCopyCeiling:
         return time.perf_counter() - started_s
 
 
-class NixlCeiling:
-    """NIXL's own write of the same blocks to a child process that takes them in: neither sleeps during a write.
-
-    Between writes the child waits, or it would take a core from all else that is measured. `stop` ends it.
-    """
-
-    def __init__(self, blocks: torch.Tensor) -> None:
-        """`blocks` `[N, block_bytes]` uint8 in host memory, which outlive this."""
-        context = multiprocessing.get_context("spawn")
-        self._pipe, theirs = context.Pipe()
-        self._child: BaseProcess = context.Process(target=_take_in_all, args=(theirs, tuple(blocks.shape)), daemon=True)
-        self._child.start()
-        self._agent, self._rows = _registered(blocks), blocks.numpy()
-        metadata, address = self._pipe.recv()
-        peer = self._agent.add_remote_agent(metadata)
-        self._ids = np.arange(len(blocks), dtype=np.int32)
-        self._ours = self._agent.prep_xfer_dlist("NIXL_INIT_AGENT", _strided(blocks.data_ptr(), blocks.shape), "DRAM")
-        self._theirs = self._agent.prep_xfer_dlist(peer, _strided(address, blocks.shape), "DRAM")
-
-    def move(self) -> float:
-        """Seconds until all blocks lie in the other side's memory."""
-        transfer = self._agent.make_prepped_xfer("WRITE", self._ours, self._ids, self._theirs, self._ids)
-        self._ask(_TAKE_IN)
-        started_s = time.perf_counter()
-        state = self._agent.transfer(transfer)
-        while state == "PROC":
-            state = self._agent.check_xfer_state(transfer)
-        seconds = time.perf_counter() - started_s
-        self._ask(_REST)
-        transfer.release()
-        if state != "DONE":
-            raise RuntimeError(f"a write of NIXL's ended as {state}")
-        return seconds
-
-    def with_checksums(self) -> float:
-        """Seconds of a hash of all blocks, the same, and a hash by the other side."""
-        started_s = time.perf_counter()
-        row_checksums(self._rows, self._ids.tolist())
-        hashed_s = time.perf_counter() - started_s
-        moved_s = self.move()
-        started_s = time.perf_counter()
-        self._ask(_HASH)
-        return hashed_s + moved_s + time.perf_counter() - started_s
-
-    def stop(self) -> None:
-        """Ends the child."""
-        self._pipe.close()
-        self._child.join(_TIMEOUT_S)
-
-    def _ask(self, order: str) -> None:
-        self._pipe.send(order)
-        self._pipe.recv()
-
-
-def _take_in_all(pipe: Connection, shape: tuple[int, int]) -> None:
-    blocks = torch.ones(shape, dtype=torch.uint8)
-    agent = _registered(blocks)
-    pipe.send((agent.get_agent_metadata(), blocks.data_ptr()))
-    rows, ids = blocks.numpy(), range(shape[0])
-    with contextlib.suppress(EOFError):
-        while True:
-            order = pipe.recv()
-            if order == _HASH:
-                row_checksums(rows, ids)
-            pipe.send(order)
-            while order == _TAKE_IN and not pipe.poll():
-                agent.get_new_notifs()
-
-
-def _registered(blocks: torch.Tensor) -> Any:
-    """An agent that knows the blocks."""
-    api = nixl_agent.load()
-    config = api.nixl_agent_config(enable_prog_thread=False, backends=["UCX"])
-    agent = api.nixl_agent(secrets.token_hex(8), config)
-    agent.register_memory([(blocks.data_ptr(), blocks.nbytes, 0, "")], "DRAM")
-    return agent
-
-
-def _strided(address: int, shape: Sequence[int]) -> Any:
-    """The blocks as NIXL lists them."""
-    num_blocks, size = shape
-    return np.array([(address, size, 0, size, num_blocks)], np.uint64)
-
-
 class SocketCeiling:
     """A TCP connection on the loopback to a child process that only receives, and hashes if told so. `stop` ends it."""
 
@@ -231,7 +142,7 @@ class SocketCeiling:
         for first in range(0, len(self._rows), num_rows):
             piece = self._rows[first : first + num_rows]
             if hashed:
-                row_checksums(piece, range(len(piece)))
+                Rows(piece).checksums(range(len(piece)))
             self._sock.sendall(piece.data)
         self._sock.recv(1)
         return time.perf_counter() - started_s
@@ -254,6 +165,6 @@ def _receive_all(port: int, shape: tuple[int, ...]) -> None:
                     return
                 filled += count
                 if hashed[0] and filled // row_bytes > found:
-                    row_checksums(rows, range(found, filled // row_bytes))
+                    Rows(rows).checksums(range(found, filled // row_bytes))
                     found = filled // row_bytes
             sock.sendall(b"1")

@@ -26,7 +26,7 @@ from triton.runtime.errors import OutOfResources
 
 from bench.kernels.attention_batch import AttentionBatch
 from bench.kernels.shapes import AttentionShape, chunk_shape, decode_shape, prompt_shape
-from bench.timing import time_s
+from bench.support.timing import time_s
 from kernels.triton import configs, decode, prefill
 from kernels.triton.attention import TritonAttention
 from kernels.triton.compile_check import build_all

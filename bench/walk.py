@@ -25,7 +25,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from bench.markdown import table
+from bench.support.markdown import table
 from bench.walk_probe import Trace
 from bench.walk_windows import ROUTER, Files, Process, Spans, way_in, way_out
 from tandem.client import AsyncClient

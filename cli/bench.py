@@ -1,19 +1,18 @@
-"""`tandem bench`: load on a running server, measured from the client's side (see `bench.load`).
-
-`bench` is imported by name and at run time: no package depends on it.
-"""
+"""`tandem bench`: load on a running server, measured from the client's side (see `cli.load`)."""
 
 from __future__ import annotations
 
 import argparse
 import contextlib
-import importlib
 import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
 from cli.command import Subparsers, add_command
+from cli.load.plot import can_plot, draw
+from cli.load.run import run as run_load
+from cli.load.workload import LoadOptions
 from shell.config import ClientConfig, add_arguments, load
 from tandem.errors import ConfigError
 
@@ -74,7 +73,7 @@ def add_parser(subparsers: Subparsers) -> None:
 def run(namespace: argparse.Namespace) -> int:
     """Runs the load and prints its report; 1 if no request succeeded. Raises TandemError."""
     config = load(ClientConfig, namespace)
-    options = importlib.import_module("bench.workload").LoadOptions(
+    options = LoadOptions(
         rate_per_s=None if namespace.concurrency else namespace.rate or 4.0,
         concurrency=namespace.concurrency,
         arrivals=namespace.arrivals,
@@ -87,15 +86,14 @@ def run(namespace: argparse.Namespace) -> int:
         slo_ttft_s=None if namespace.slo_ttft_ms is None else namespace.slo_ttft_ms / 1e3,
         slo_itl_s=None if namespace.slo_itl_ms is None else namespace.slo_itl_ms / 1e3,
     )
-    plot = importlib.import_module("bench.plot")
-    if namespace.plot is not None and not plot.can_plot():
+    if namespace.plot is not None and not can_plot():
         raise ConfigError("--plot", "needs matplotlib, which is not installed here")
-    report = importlib.import_module("bench.load").run(config.target, options, config.timeout_s, config.security)
+    report = run_load(config.target, options, config.timeout_s, config.security)
     print(report.as_text())
     if namespace.json is not None:
         _write(lambda: namespace.json.write_text(report.as_json() + "\n", encoding="utf-8"), "--json")
     if namespace.plot is not None:
-        _write(lambda: plot.draw(report, namespace.plot), "--plot")
+        _write(lambda: draw(report, namespace.plot), "--plot")
     return 0 if report.num_succeeded else 1
 
 

@@ -33,7 +33,7 @@ _LIBRARIES = (
 _NEEDS_TORCH = "needs torch, which is not installed here: install the extra `worker`"
 PACKAGES = (
     *("cli", "router", "worker", "prefill_worker", "decode_worker", "engine", "kvtransfer", "models", "kernels"),
-    *("tandem", "shell", "bench", "simulator"),
+    *("tandem", "shell", "simulator"),
 )
 """All that an installation brings, at the top level."""
 _GIB = 1024**3
@@ -76,7 +76,7 @@ def _machine() -> Iterator[str]:
     yield f"cores usable: {len(cores)} of {os.cpu_count()}"
     yield (
         f"`tandem serve --prefill 1 --decode 1` would give its prefill worker cores {prefill} and its decode worker "
-        f"cores {decode}{'; each has those of the other too while they are idle' if plan.decode[0].others else ''}"
+        f"cores {decode}"
     )
     yield f"memory: {_memory()}"
     gpus = find_gpus(environment().get("CUDA_VISIBLE_DEVICES"))

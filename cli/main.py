@@ -15,9 +15,9 @@ from functools import partial
 from typing import NoReturn
 
 import tandem
-from cli import bench, chat, compile_kernels, doctor, generate, health, plan, router, serve, status
+from cli import bench, chat, compile_kernels, doctor, generate, health, plan, serve, status
 from cli.command import Subparsers, add_command
-from shell.config import DecodeConfig, ElasticConfig, PrefillConfig, add_arguments, load
+from shell.config import DecodeConfig, ElasticConfig, PrefillConfig, RouterConfig, add_arguments, load
 from shell.progress import show_on_terminal
 from shell.rpc.process import EXIT_BAD_CONFIG, EXIT_FAILED, hold_standard_streams
 from tandem.errors import CheckpointError, ConfigError, TandemError
@@ -37,7 +37,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--version", action="version", version=f"tandem {tandem.__version__}")
     subparsers = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     for add in (
-        *(serve.add_parser, router.add_parser, _add_processes, generate.add_parser, chat.add_parser),
+        *(serve.add_parser, _add_processes, generate.add_parser, chat.add_parser),
         *(status.add_parser, health.add_parser, bench.add_parser, plan.add_parser, compile_kernels.add_parser),
         doctor.add_parser,
     ):
@@ -63,15 +63,20 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _refuse(unknown: Sequence[str], parser: argparse.ArgumentParser) -> NoReturn:
     """Ends the process, with the option that may be meant."""
     name = next((each for each in unknown if each.startswith("-")), unknown[0]).partition("=")[0]
-    known = [flag for action in parser._actions for flag in action.option_strings]
+    shown = (action for action in parser._actions if action.help is not argparse.SUPPRESS)
+    known = [flag for action in shown for flag in action.option_strings]
     close = difflib.get_close_matches(name, known, n=1)
     meant = f"did you mean {close[0]}?" if close else f"`{parser.prog} --help` lists what there is"
     parser.exit(EXIT_BAD_CONFIG, f"{parser.prog}: error: {name}: no such option; {meant}\n")
 
 
 def _add_processes(subparsers: Subparsers) -> None:
-    """`tandem prefill`, `decode` and `worker`: the same as `python -m prefill_worker` and its like."""
+    """Declares `tandem router`, `prefill`, `decode` and `worker`: `python -m router` and its like."""
     for name, config, package, what, details in (
+        (
+            *("router", RouterConfig, "router", "router"),
+            "Accepts requests, places them on the workers that register with it, streams their tokens.",
+        ),
         (
             *("prefill", PrefillConfig, "prefill_worker", "prefill worker"),
             "Computes prompts and pushes their KV blocks to decode workers. Registers with every --router.",
@@ -91,7 +96,9 @@ def _add_processes(subparsers: Subparsers) -> None:
         add_arguments(add_command(subparsers, name, run, f"one {what} process", description), config)
 
 
-def _run_process(package: str, config: type[PrefillConfig | DecodeConfig], namespace: argparse.Namespace) -> int:
+def _run_process(
+    package: str, config: type[RouterConfig | PrefillConfig | DecodeConfig], namespace: argparse.Namespace
+) -> int:
     """Runs until SIGTERM; returns the exit code. Raises ConfigError."""
     options = load(config, namespace)
     try:

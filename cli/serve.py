@@ -1,38 +1,41 @@
-"""`tandem serve`: a router and its workers as supervised child processes.
+"""`tandem serve`: routers and their workers as supervised child processes.
 
-start   router → its address → workers → health SERVING → HTTP door, if any → `ready HOST:PORT` on stdout
+start   routers → their addresses → workers → health SERVING → HTTP door, if any → `ready HOST:PORT` on stdout
 keep    a child that ends, whatever its code, or stands still is replaced
-stop    door → router (NOT_SERVING at once, finishes what runs) → workers → exit 0
+stop    door → routers (NOT_SERVING at once, finish what runs) → workers → exit 0
 second signal, or this process killed: every child ends at once
+
+One router listens on `--listen`. Several share it: the kernel deals connections out among them (SO_REUSEPORT). Each
+also listens on a port of its own, where all workers register. The routers know nothing of each other.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
+import socket
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
 from cli.command import Subparsers, add_command
-from cli.fork_server import ForkServer
 from cli.http_call import HttpHealth
 from cli.http_door import check_http
-from cli.launch import FORKED, launch_command
-from cli.router import STOP_MARGIN_S, process_configs
+from cli.launch import launch_command
 from cli.supervisor import START_TIMEOUT_S, Child, Connect, RestartPolicy, Supervisor, open_process
+from kernels.cpu.core_loans import CoreLedger, CoreLoan
 from models.files.checkpoint import resolve_model
 from models.preflight import check_loadable
 from shell import progress
 from shell.clock import MonotonicClock
-from shell.config import HttpDoorConfig, RouterConfig, ServeConfig, add_arguments, argv_of, environment, load
-from shell.core_loans import CoreLedger, CoreLoan
+from shell.config import HttpDoorConfig, ServeConfig, add_arguments, argv_of, environment, load
 from shell.core_order import neighbouring_cores
 from shell.cores import plan_cores, share_all_cores
-from shell.gpus import DevicePlan, DeviceShare, find_gpu, find_gpus, plan_devices
+from shell.gpus import DevicePlan, DeviceShare, find_gpus, plan_devices
 from shell.host_memory import available_host_bytes
-from shell.rpc.address import local_address
+from shell.rpc.address import is_taken, local_address
 from shell.rpc.process import StopSignal, run_process
 from shell.telemetry.logging import configure_logging, get_logger
 from shell.telemetry.stderr_lines import write_line
@@ -43,8 +46,12 @@ from tandem.security.options import client_side
 
 _log = get_logger(__name__)
 
-_ADMIN_LISTEN = "127.0.0.1:0"
-"""Of workers, unless the router is to have no admin port either."""
+_ALL_GPUS = (("auto",), ("cuda",))
+"""Values of `--device` that mean every GPU."""
+STOP_MARGIN_S = 5.0
+"""Time beyond a child's own drain grace after which it is killed."""
+_ANY_PORT = "127.0.0.1:0"
+_WORKERS = ("prefill_worker", "decode_worker")
 DEFAULT_CPU_WORKERS = 2
 """Measured on two cores: a core each, they compute 17 % more prompt tokens than one worker on both, and only then can
 prompts go where nobody decodes (bench/LOG.md). While one is idle, the other has both."""
@@ -65,7 +72,7 @@ def add_parser(subparsers: Subparsers) -> None:
 
 
 def run(namespace: argparse.Namespace) -> int:
-    """Serves until told to stop; returns the exit code. Raises ConfigError, CheckpointError."""
+    """Serves until a stop signal; returns the exit code. Raises ConfigError, CheckpointError."""
     config = load(ServeConfig, namespace)
     check_fleet(config)
     check_http(config)
@@ -98,24 +105,24 @@ class _Server:
         self._devices = devices
         self._routers: list[Supervisor] = []
         self._http: Supervisor | None = None
-        self._router_listen = config.router.listen
+        self._router_listens = [config.router.listen]
+        """Own address of each router; later lives listen where the first one did."""
+        self._shared_listen: str | None = None
+        self._held_ports = contextlib.ExitStack()
         self._workers: list[Supervisor] = []
-        self._fork_server = ForkServer()
-        self._ledger = CoreLedger(self._cores) if config.lend_cores and sys.platform == "linux" else None
+        lends = config.decode_worker.threads is None and sys.platform == "linux"
+        self._ledger = CoreLedger(self._cores) if lends else None
         self._stopping = False
 
     async def start(self) -> None:
         """Returns once the ready line is printed; a child's failure ends the task group instead."""
         num_workers = len(self._devices.prefill) + len(self._devices.decode)
         with progress.steps("starting", 1 + num_workers) as started:
-            self._fork_server.start()  # it imports while the router starts
-            await self._start_routers()
+            listen = await self._start_routers()
             started()
-            if not await self._fork_server.ready():
-                _log.warning("there is no fork server: each worker imports everything by itself")
-            address = local_address(self._router_listen)
-            ledger = self._ledger.path if self._ledger else None
-            for spec in worker_specs(self._config, self._cores, address, self._devices, ledger):
+            addresses = tuple(map(local_address, self._router_listens))
+            specs = worker_specs(self._config, self._cores, addresses, self._devices)
+            for spec in specs if self._ledger is None else with_loans(specs, self._ledger.path):
                 self._workers.append(self._supervise(spec, partial(self._start_child, spec)))
             counting = [self._tasks.create_task(_call_when_ready(worker, started)) for worker in self._workers]
             for router in self._routers:
@@ -123,49 +130,65 @@ class _Server:
                     await client.wait_ready(START_TIMEOUT_S)
             for each in counting:  # one that left before it was ready is not waited for
                 each.cancel()
+        address = local_address(listen)
         if self._config.http is not None:
             spec = http_spec(self._config, self._config.http, address, self._cores)
             outgoing = Outgoing.of_client(client_side(self._config.router.security), address)
             connect = partial(HttpHealth, outgoing=outgoing, router=partial(self._connect, address))
             self._http = self._supervise(spec, partial(self._start_child, spec), connect)
             await self._http.address()
-        print(f"ready {self._router_listen}", flush=True)
+        print(f"ready {listen}", flush=True)
 
-    async def _start_routers(self) -> None:
-        """Returns once all processes listen; from then on the address is known, and stays."""
-        configs = process_configs(self._config.router, self._config.router_processes)
-        self._router_listen = configs[0].listen
-        for each in configs:
+    async def _start_routers(self) -> str:
+        """Returns the address for callers, once all routers listen. Raises ConfigError if it is in use."""
+        count = self._config.router_processes
+        if count > 1:
+            self._shared_listen = self._hold(self._config.router.listen)
+            self._router_listens = [self._hold(_ANY_PORT) for _ in range(count)]
+        for index in range(count):
+            self._routers.append(self._supervise(self._router_spec(index), partial(self._start_router, index)))
+        self._router_listens = [await router.address() for router in self._routers]
+        return self._shared_listen or self._router_listens[0]
 
-            def spec(router: RouterConfig = each) -> ChildSpec:
-                config = replace(self._config, router=router)
-                return router_spec(config, self._cores, self._router_listen)
+    def _start_router(self, index: int) -> Child:
+        return self._start_child(self._router_spec(index))
 
-            self._routers.append(self._supervise(spec(), lambda spec=spec: self._start_child(spec())))  # type: ignore[misc]
-        addresses = [await router.address() for router in self._routers]
-        if len(addresses) == 1:
-            (self._router_listen,) = addresses  # a restart must have the same port
+    def _router_spec(self, index: int) -> ChildSpec:
+        return router_spec(self._config, self._cores, self._router_listens[index], self._shared_listen, index)
+
+    def _hold(self, listen: str) -> str:
+        """Keeps the port of `listen`, a free one instead of 0, for routers that share it; returns the address.
+
+        Nothing arrives at the socket, as it does not listen.
+        """
+        host, _, port = listen.rpartition(":")
+        family, kind, _, _, address = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_STREAM)[0]
+        held = self._held_ports.enter_context(socket.socket(family, kind))
+        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        if is_taken(listen, shared=False):  # processes that share a port do not notice another server there
+            raise ConfigError("--listen", f"cannot listen on {listen}; is the port in use?")
+        held.bind(address)
+        return f"{host}:{held.getsockname()[1]}"
 
     async def stop(self) -> None:
-        """Router first, so that what runs can finish on the workers."""
+        """Ends the routers first, so that requests that run can finish on the workers."""
         self._stopping = True
-        self._fork_server.close()
         if self._http is not None:
             await self._http.stop()
         await asyncio.gather(*(router.stop() for router in self._routers))
         await asyncio.gather(*(worker.stop() for worker in self._workers))
         if self._ledger is not None:
             self._ledger.close()
+        self._held_ports.close()
 
     def kill(self) -> None:
         """Ends every child at once."""
-        self._fork_server.close()
         for supervisor in (self._http, *self._routers, *self._workers):
             if supervisor is not None:
                 supervisor.kill()
 
     def _supervise(self, spec: ChildSpec, start: Callable[[], Child], connect: Connect | None = None) -> Supervisor:
-        policy = RestartPolicy(MonotonicClock(), max_delay_s=self._config.max_restart_delay_s)
+        policy = RestartPolicy(MonotonicClock())
         supervisor = Supervisor(spec.name, start, connect or self._connect, policy, spec.stop_grace_s)
         if self._stopping:  # a cancelled `start` goes on if Python 3.11's `wait_for` ends just then
             supervisor.kill()
@@ -176,12 +199,11 @@ class _Server:
         return AsyncClient(local_address(address), security=client_side(self._config.router.security))
 
     def _start_child(self, spec: ChildSpec) -> Child:
-        if self._ledger and spec.module in FORKED:
+        if self._ledger and spec.module in _WORKERS:
             self._ledger.occupy(spec.cores)  # while it loads
-        command = launch_command(spec.module, spec.arguments, spec.cores, spec.nice, spec.gpus)
-        process = self._fork_server.fork(command) if spec.module in FORKED else None
+        command = launch_command(spec.module, spec.arguments, spec.cores, spec.nice, spec.gpus, spec.loan)
         prefix = "" if self._config.router.log_format == "json" else f"{spec.name:<9} | "
-        return Child(process or open_process(command), lambda line: write_line(f"{prefix}{line}"))
+        return Child(open_process(command), lambda line: write_line(f"{prefix}{line}"))
 
 
 async def _call_when_ready(worker: Supervisor, started: progress.Step) -> None:
@@ -190,13 +212,9 @@ async def _call_when_ready(worker: Supervisor, started: progress.Step) -> None:
 
 
 def check_fleet(config: ServeConfig) -> None:
-    """Raises ConfigError if these workers together could never serve, or an option is of the other kind of fleet."""
-    if not config.is_static:
-        for flag in config.of_static:
-            raise ConfigError(flag, "is of --roles static; with --roles auto say --workers")
-        return
-    if config.num_workers is not None:
-        raise ConfigError("--workers", "is of --roles auto; with --roles static say --prefill and --decode")
+    """Raises ConfigError if these workers together could never serve, or are of both kinds of fleet."""
+    if config.is_static and config.num_workers is not None:
+        raise ConfigError("--workers", "counts elastic workers; with --prefill or --decode there are none")
     if config.num_prefill == 0 and config.decode_worker.local_prefill_tokens is not None:
         raise ConfigError("--prefill", "0 prefill workers need --local-prefill-tokens unlimited")
 
@@ -212,19 +230,28 @@ class ChildSpec:
     nice: int
     stop_grace_s: float
     gpus: tuple[str, ...] = ()
-    """That it sees, its own first; empty = those that this process sees."""
+    """GPUs that it sees, its own first; empty = those that this process sees."""
+    loan: str | None = None
+    """Cores of another worker that it may borrow."""
 
 
-def router_spec(config: ServeConfig, cores: Sequence[int], listen: str) -> ChildSpec:
-    """The router, or one of its processes, on all cores: it computes little, but must answer promptly."""
-    router = replace(config.router, listen=listen)
+def router_spec(
+    config: ServeConfig, cores: Sequence[int], listen: str, shared_listen: str | None = None, index: int = 0
+) -> ChildSpec:
+    """Returns a router on all cores: it computes little, but must answer promptly.
+
+    `index`: number of the router; an admin port that is given goes up by one from each router to the next.
+    """
+    host, _, port = (config.router.admin_listen or "").rpartition(":")
+    admin_listen = f"{host}:{int(port) + index}" if port not in ("", "0") else config.router.admin_listen
+    router = replace(config.router, listen=listen, shared_listen=shared_listen, admin_listen=admin_listen)
     grace_s = router.drain_grace_s + STOP_MARGIN_S
-    name = "router" if router.process is None else f"router-{router.process}"
+    name = "router" if shared_listen is None else f"router-{index}"
     return ChildSpec(name, "router", tuple(argv_of(router)), tuple(cores), 0, grace_s)
 
 
 def http_spec(config: ServeConfig, listen: str, router: str, cores: Sequence[int]) -> ChildSpec:
-    """The HTTP door in front of the router at `router`."""
+    """Returns the HTTP door in front of the router at `router`."""
     template, as_json = config.router.chat_template, config.router.log_format == "json"
     of_router = (*([f"chat-template={template}"] if template else ()), *(["log-json"] if as_json else ()))
     door = HttpDoorConfig(
@@ -232,38 +259,31 @@ def http_spec(config: ServeConfig, listen: str, router: str, cores: Sequence[int
         router=router,
         gateway=(*of_router, *config.http_gateway),
         drain_grace_s=config.router.drain_grace_s,
-        max_receive_bytes=config.router.max_receive_bytes,
+        max_receive_bytes=config.router.limits.max_message_bytes,
         security=client_side(config.router.security),
     )
     return ChildSpec("http", "cli.http_door", tuple(argv_of(door)), tuple(cores), 0, door.drain_grace_s + STOP_MARGIN_S)
 
 
 def fleet_devices(config: ServeConfig, gpus: Sequence[str]) -> DevicePlan:
-    """What each worker computes on, of `gpus`; without any, as `--device` says. Raises ConfigError."""
-    counts, device = _counts(config, gpus), config.decode_worker.device
-    lists = (config.prefill_devices, config.decode_devices)
-    if any(lists):
-        if device != "auto":
-            raise ConfigError("--device", "excludes --prefill-devices and --decode-devices")
-        return plan_devices(gpus, *counts, *lists)
-    if device == "cpu" or not gpus:
-        return DevicePlan(*((DeviceShare(device),) * count for count in counts))
-    if device in ("auto", "cuda"):
-        return plan_devices(gpus, *counts)
-    own = (find_gpu("--device", device, gpus),)
-    return plan_devices(gpus, *counts, *(own if count else () for count in counts))
+    """Returns what each worker computes on, of `gpus`; without any, as `--device` says. Raises ConfigError."""
+    counts, devices = _counts(config, gpus), config.devices
+    if len(devices) == 1 and (devices == ("cpu",) or not gpus):
+        return DevicePlan(*((DeviceShare(devices[0]),) * count for count in counts))
+    return plan_devices(gpus, *counts, () if devices in _ALL_GPUS else devices)
 
 
 def _counts(config: ServeConfig, gpus: Sequence[str]) -> tuple[int, int]:
-    """Prefill workers and those that decode, which with elastic roles are all."""
+    """Returns the numbers of prefill workers and of workers that decode; elastic workers all decode."""
     if config.is_static:
         return 1 if config.num_prefill is None else config.num_prefill, config.num_decode or 1
-    on_gpus = len(gpus) if config.decode_worker.device in ("auto", "cuda") else 0
-    return 0, config.num_workers or on_gpus or DEFAULT_CPU_WORKERS
+    on_cpus = config.devices == ("cpu",)
+    num_devices = len(gpus if config.devices in _ALL_GPUS else () if on_cpus else config.devices)
+    return 0, config.num_workers or num_devices or DEFAULT_CPU_WORKERS
 
 
 def check_host_memory(config: ServeConfig, devices: DevicePlan, available_bytes: int | None) -> None:
-    """Raises ConfigError if what all workers are told to take of host memory is not there; each sees all of it."""
+    """Raises ConfigError if the claims of all workers together exceed the available host memory."""
     shares = (*devices.prefill, *devices.decode)
     worker = config.decode_worker
     in_host = 0 if devices.on_gpus else len(shares)  # of workers on CPUs beside GPUs, each checks its own
@@ -280,12 +300,9 @@ def check_host_memory(config: ServeConfig, devices: DevicePlan, available_bytes:
 
 
 def worker_specs(
-    config: ServeConfig, cores: Sequence[int], router: str, devices: DevicePlan, ledger: str | None = None
+    config: ServeConfig, cores: Sequence[int], routers: tuple[str, ...], devices: DevicePlan
 ) -> list[ChildSpec]:
-    """All workers, registered with the router at HOST:PORT `router`; on loopback, as only it calls them.
-
-    `ledger`: the path of that by which they lend each other cores; None = they do not.
-    """
+    """Returns all workers, registered with the routers at HOST:PORT; on loopback, as only these call them."""
     counts = len(devices.prefill), len(devices.decode)
     split = share_all_cores if devices.on_gpus else plan_cores
     plan = split(cores, *counts, config.decode_worker.threads)
@@ -303,11 +320,10 @@ def worker_specs(
             name = f"{kind}-{index}"
             own = replace(
                 worker,
-                router=(router,),
+                router=routers,
                 worker_id=name,
                 threads=share.threads,
-                core_loan=CoreLoan(ledger, share.others) if ledger and share.others else None,
-                admin_listen=None if config.router.admin_listen is None else _ADMIN_LISTEN,
+                admin_listen=None if config.router.admin_listen is None else _ANY_PORT,
                 device=device.device,
                 device_workers=device.num_workers,
                 host_workers=sum(counts),
@@ -316,3 +332,17 @@ def worker_specs(
             arguments = tuple(argv_of(own))
             specs.append(ChildSpec(name, module, arguments, share.cores, share.nice, grace_s, device.gpus))
     return specs
+
+
+def with_loans(specs: Sequence[ChildSpec], ledger: str) -> list[ChildSpec]:
+    """Returns `specs` whose workers lend cores: each may borrow those of the worker before it, the first of the last.
+
+    Workers that share cores lend none.
+    """
+    cores = [core for spec in specs for core in spec.cores]
+    if len(specs) == 1 or len(set(cores)) < len(cores):
+        return list(specs)
+    lenders = (specs[-1], *specs[:-1])
+    return [
+        replace(spec, loan=str(CoreLoan(ledger, lender.cores))) for spec, lender in zip(specs, lenders, strict=True)
+    ]

@@ -1,7 +1,8 @@
 """Who gets blocks next: prompts for other workers, then reservations, as far as there are room and seats.
 
-Holds the line of reservations, and what was learned of growth and of hand-offs. A prompt in line that only lacks room
-goes before all reservations, one of these that was overtaken often enough before all prompts (`prompts_for_others`).
+Holds the line of reservations, and what was learned of growth and of hand-offs. While the prompt whose turn it is lacks
+room, no reservation is admitted before it, so that what runs here ends and makes that room; but a reservation that was
+overtaken often enough goes before all prompts.
 Decides; the worker carries it out. Knows no routers.
 """
 
@@ -10,11 +11,11 @@ from __future__ import annotations
 from decode_worker.growth import Growth
 from decode_worker.handoff_pace import HandoffPace
 from decode_worker.incoming_transfers import IncomingTransfers
-from decode_worker.parts import WorkerPolicy
-from decode_worker.prompts_for_others import PromptsForOthers
+from decode_worker.policy import WorkerPolicy
 from decode_worker.reservations import ReservationQueue, Room
 from decode_worker.running_batch import RunningBatch
 from engine.prefix_cache import PrefixCache
+from prefill_worker.prompts import Prompts
 from worker.ports import StepEngine
 from worker.request import Request
 
@@ -32,7 +33,7 @@ class Admission:
         growth: Growth,
         batch: RunningBatch,
         transfers: IncomingTransfers,
-        prompts: PromptsForOthers,
+        prompts: Prompts,
         engine: StepEngine,
     ) -> None:
         self.queue = ReservationQueue(cache, growth, policy.max_queued, policy.max_overtakes)
@@ -70,7 +71,7 @@ class Admission:
         """Forgets it; what a completion came to is remembered."""
         self.queue.discard(request)
         self._pace.forget(request)
-        if not in_batch or request.for_another:
+        if not in_batch:
             return
         self._pace.ended(len(request.group.sequences))
         for seq in () if failed else request.group.sequences:
@@ -79,14 +80,14 @@ class Admission:
 
     def _start_prompts(self) -> bool:
         """False if the next prompt for another worker waits for room that reservations must not take before it."""
-        while not self.queue.is_overdue and (request := self._prompts.first_in_line()) is not None:
+        while self._prompts.num_in_line and not self.queue.is_overdue:
             growth = 0
             if self._batch.num_running:
                 handoff_steps = round(self._pace.num_steps)
                 growth = self._batch.forecast(self._transfers.requests, handoff_steps).most_blocks(handoff_steps)
-            if not self._prompts.fits(request, self._cache.num_available - growth):
-                return False
-            self._prompts.start(request)
+            started, lacks_room = self._prompts.start_next(self._cache.num_available - growth)
+            if not started:
+                return not lacks_room
             self.queue.was_overtaken()
         return True
 

@@ -7,20 +7,18 @@ Knows every part and decides nothing about requests (see `worker`).
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 
 from opentelemetry.trace import Tracer
 
+from decode_worker.policy import WorkerPolicy
 from decode_worker.scheduler import StepLimits
-from decode_worker.worker import DecodeWorker, WorkerParts, WorkerPolicy
+from decode_worker.worker import new_decode_worker
 from engine.graphs import MAX_CAPTURED_SEQS
 from engine.guides import Guides
-from engine.loading import Engine, EngineOptions
+from engine.loading import Engine, EngineRole
 from kvtransfer.receiver import KvReceiver
-from kvtransfer.sender import KvSender
 from kvtransfer.ticket import MAX_BLOCKS
-from kvtransfer.timing import Timing
 from kvtransfer.transports import CUDA_IPC, SHM
 from models.grammar import GrammarCompiler
 from shell.config import DecodeConfig
@@ -31,8 +29,6 @@ from worker.serving.app import Foundation, run_worker
 
 MAX_LOCAL_TOKENS = 2**31 - 1
 """Longer than any prompt."""
-MAX_PLANNING_SHARE_ON_CPU = 0.1
-"""Of a decode step: above it two steps in flight cost more than the idle time that they save (bench/LOG.md)."""
 
 
 def run(config: DecodeConfig) -> int:
@@ -43,15 +39,12 @@ def run(config: DecodeConfig) -> int:
 async def serve(config: DecodeConfig, tracer: Tracer | None, stop: StopSignal) -> None:
     """Loads, serves and drains one worker. Raises ConfigError, CheckpointError."""
     base = Foundation.lay(_role(config), config, tracer)
-    options = EngineOptions.of_worker(
-        config,
-        base.checkpoint.path,
+    engine_role = EngineRole(
         shared_kv=SHM in base.transports,
         device_shared_kv=CUDA_IPC in base.transports,
+        graph_seqs=MAX_CAPTURED_SEQS if config.cuda_graph_seqs is None else config.cuda_graph_seqs,
     )
-    graph_seqs = MAX_CAPTURED_SEQS if config.cuda_graph_seqs is None else config.cuda_graph_seqs
-    options = replace(options, graph_seqs=min(options.max_seqs, graph_seqs))
-    async with base.engine(options, stop) as engine:
+    async with base.engine(engine_role, stop) as engine:
         info = replace(
             base.info(engine),
             local_prefill_tokens=announced_local_tokens(config),
@@ -69,22 +62,10 @@ async def serve(config: DecodeConfig, tracer: Tracer | None, stop: StopSignal) -
             # Senders reach the KV endpoint at the host where routers reach the worker.
             advertise_host=_host_of(advertised_address(config.listen, config.advertise, 1)),
             tls=base.security.incoming.tls,
-            timing=Timing(lease_s=config.lease_s),
         )
-        sender = KvSender(
-            base.pool_memory(engine),
-            base.fingerprints(engine),
-            base.clock,
-            config.transport,
-            tls=base.security.outgoing.tls,
-            timing=Timing(lease_s=config.lease_s),
-        )
-        guides = Guides(GrammarCompiler.of(base.checkpoint))
-        parts = WorkerParts(
-            engine.thread, engine.cache, receiver, base.validator, base.clock, base.observer, guides, sender
-        )
+        sender, guides = base.sender(engine), Guides(GrammarCompiler.of(base.checkpoint))
         policy = _policy(config, engine, info.max_sequence_tokens)
-        worker = DecodeWorker(parts, policy)
+        worker = new_decode_worker(base.parts(engine, guides), receiver, policy, sender)
         await receiver.start()
         try:
             await base.serve(worker, info, stop, engine.cache)
@@ -111,7 +92,6 @@ def _policy(config: DecodeConfig, engine: Engine, max_sequence_tokens: int) -> W
         StepLimits(config.block_size, engine.max_seqs, engine.chunk_tokens.beside),
         max_sequence_tokens,
         overlap_steps=config.overlap_steps == "auto",
-        max_planning_share=MAX_PLANNING_SHARE_ON_CPU if engine.model.device.type == "cpu" else math.inf,
         inter_token_objective_s=objective_s,
         waiting_served_ratio=config.waiting_served_ratio,
         alone_tokens=engine.chunk_tokens.alone,

@@ -135,8 +135,6 @@ class Decoding:
         if feeds is not None:
             token_ids[feeds >= 0] = 0
         draws = (self._draws if rows is None else self._draws[rows]) if self._all_plain else None
-        blocks = self._written_blocks(np.arange(len(self._pairs)) if rows is None else rows)
-        self._pool.fill_last(blocks, context_lens % self._pool.block_size + 1)
         width = int(context_lens.max()) // self._pool.block_size + 1
         decode_rows = DecodeRows(
             token_ids=token_ids,
@@ -215,11 +213,7 @@ def may_join(request: Request) -> bool:
     """Whether its sequence, once it has taken part in a step as a decode, needs no more than columns tell."""
     group = request.group
     return (
-        len(group.sequences) == 1
-        and group.is_forked
-        and not request.for_another
-        and not group.prefix.num_candidates
-        and group.prefix.guide is None
+        len(group.sequences) == 1 and group.is_forked and not group.prefix.num_candidates and group.prefix.guide is None
     )
 
 

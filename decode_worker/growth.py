@@ -92,16 +92,11 @@ class Growth:
         incoming: Iterable[Request] = (),
         handoff_steps: int = 0,
     ) -> Forecast:
-        """Of requests that run, that wait with or without blocks, and whose blocks are reserved or being received.
-
-        A prompt for another worker has all its blocks, does not grow, and may keep them for any time.
-        """
+        """Of requests that run, that wait with or without blocks, and whose blocks are reserved or being received."""
         size = self._pool.block_size
-        taken = sum(self._most_blocks(request.group) for request in waiting if not request.for_another)
+        taken = sum(self._most_blocks(request.group) for request in waiting)
         ends: list[tuple[int, int, int]] = []
         for request in seated:
-            if request.for_another:
-                continue
             taken -= request.group.num_returned_blocks
             self._add_ends(ends, request.group, 0)
         for request in incoming:

@@ -26,10 +26,11 @@ from decode_worker.pressure import Pressure
 from decode_worker.running_batch import RunningBatch
 from engine.prefix_cache import PrefixCache
 from kvtransfer.base import Sender, TransferReport
+from prefill_worker.outgoing_transfer import OutgoingPolicy, OutgoingTransfer
+from shell.telemetry.events import Moved, Transferred
 from tandem.errors import FrameError, InvalidRequest, Reason, TandemError, Unavailable
 from tandem.first_tokens import FirstTokens, NextTokens, encode_first_tokens
 from tandem.types import Handle, MoveReason
-from worker.outgoing_transfer import OutgoingPolicy, OutgoingTransfer
 from worker.ports import Destination, RouterPort
 from worker.request import Request
 
@@ -203,8 +204,8 @@ class HandOvers:
             return  # it was released just now
         self._unreleased.add((request.router, request.handle))
         request.router.handoff_done(request.handle, report.num_bytes, report.seconds)
-        request.observer.transferred(report.num_bytes, report.seconds, report.transport)
-        request.observer.moved(self._reason)
+        request.events.emit(Transferred(report.num_bytes, report.seconds, report.transport))
+        request.events.emit(Moved(self._reason))
         self._pressure.relieved()
         self._end(request, None)
 

@@ -1,7 +1,8 @@
 """The requests that were admitted, running or waiting, and the blocks that they hold.
 
 Carries out what `scheduler.plan_step` decides: takes blocks from the cache, moves sequences on, makes the step to
-launch. A step may be planned while another one is in flight; its sequences' last tokens may then still be pending.
+launch, in which prompts for other workers are computed too. A step may be planned while another one is in flight; its
+sequences' last tokens may then still be pending.
 
 Does not know routers, hand-offs, clocks or the engine.
 """
@@ -9,89 +10,26 @@ Does not know routers, hand-offs, clocks or the engine.
 from __future__ import annotations
 
 import bisect
-from collections import deque
-from collections.abc import Iterable, Iterator
-from collections.abc import Sequence as SequenceOf
+from collections.abc import Collection, Iterable, Iterator
 from collections.abc import Set as AbstractSet
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
-from decode_worker.chunk_budget import ChunkBudget
 from decode_worker.decoding import Decoding, may_join
 from decode_worker.growth import Forecast, Growth
 from decode_worker.scheduler import Beside, StepLimits, StepPlan, note_overtaken, plan_step
-from engine.block_pool import BlockPool
-from engine.decode_rows import StepSeqs, objects_of
+from engine.decode_rows import StepSeqs
 from engine.prefix_cache import PrefixCache
 from engine.sequence import Sequence
 from engine.step import BlockCopy, ScheduledSeq, Step
-from tandem.types import BlockId, WaitReason
+from prefill_worker.prompts import Prompts
+from shell.telemetry.events import Preempted
+from tandem.types import WaitReason
+from worker.budget import ChunkBudget
+from worker.releases import BlockReleases
 from worker.request import Request
+from worker.source import BatchedStep
 from worker.turns import turn_of
 from worker.waits import Wait
-
-
-@dataclass(frozen=True, slots=True)
-class BatchedStep:
-    """A step to be launched, and the request of each of its seqs."""
-
-    step: Step
-    seqs: tuple[tuple[Request, Sequence], ...]
-    """In the order of `step.seqs`."""
-    num_decodes: int
-    """Seqs that compute one token and draw the next one; all others compute chunks of prompts."""
-    num_rows: int = 0
-    """So many of the first are decodes of requests with one choice, no grammar and no beams (`decoding`)."""
-
-    @property
-    def num_prompt_tokens(self) -> int:
-        """Tokens in chunks of prompts."""
-        if self.is_decode:
-            return 0
-        return sum(len(seq.token_ids) for seq in objects_of(self.step.seqs)) - (self.num_decodes - self.num_rows)
-
-    @property
-    def is_decode(self) -> bool:
-        """Whether no seq computes a prompt. Each draws one token then: draw number i is seq number i's."""
-        return self.num_decodes == len(self.seqs)
-
-
-class BlockReleases:
-    """Gives blocks back to the pool, not before the engine is done with them.
-
-    A launched step reads and writes the blocks of its seqs until it has ended. Blocks given up meanwhile wait until
-    the newest step that was in flight then has ended; with none in flight they are free at once. Steps end in the
-    order of their launch.
-    """
-
-    def __init__(self, pool: BlockPool) -> None:
-        self._pool = pool
-        self._num_launched = 0
-        self._num_ended = 0
-        self._waiting: deque[tuple[int, SequenceOf[BlockId]]] = deque()
-        """Blocks, each with the number of the step that they wait for."""
-
-    @property
-    def num_in_flight(self) -> int:
-        """Steps that were launched and have not ended."""
-        return self._num_launched - self._num_ended
-
-    def release(self, tables: Iterable[SequenceOf[BlockId]]) -> None:
-        """Takes over the caller's hold on these blocks, one table per holder."""
-        self._waiting.extend((self._num_launched, table) for table in tables)
-        self._release_due()
-
-    def step_launched(self) -> None:
-        """One more step is in flight."""
-        self._num_launched += 1
-
-    def step_ended(self) -> None:
-        """The oldest step in flight touches nothing any more."""
-        self._num_ended += 1
-        self._release_due()
-
-    def _release_due(self) -> None:
-        while self._waiting and self._waiting[0][0] <= self._num_ended:
-            self._pool.release(self._waiting.popleft()[1])
 
 
 class RunningBatch:
@@ -103,10 +41,13 @@ class RunningBatch:
         limits: StepLimits,
         growth: Growth,
         budget: ChunkBudget,
+        releases: BlockReleases,
+        prompts: Prompts | None = None,
     ) -> None:
+        """`prompts`: computed beside; read whenever a step is planned."""
         self.budget = budget
-        """Told of each step that ended by whoever runs them."""
-        self.releases = BlockReleases(cache.pool)
+        self._prompts = prompts
+        self.releases = releases
         self._cache = cache
         self._pool = cache.pool
         self._limits = limits
@@ -135,12 +76,12 @@ class RunningBatch:
     @property
     def num_running(self) -> int:
         """Seats that are taken."""
-        return sum(request.num_seats for request in self._running)
+        return sum(request.group.num_seats for request in self._running)
 
     @property
     def num_waiting(self) -> int:
         """Sequences without a seat."""
-        return sum(request.num_seats for request in self._waiting)
+        return sum(request.group.num_seats for request in self._waiting)
 
     def forecast(self, incoming: Iterable[Request], handoff_steps: int) -> Forecast:
         """Blocks that its requests and those in hand-off are expected to take."""
@@ -151,18 +92,13 @@ class RunningBatch:
         """Tokens to compute before all sequences are decoding."""
         return sum(map(_num_prompt_tokens_left, self._requests))
 
-    @property
-    def is_settled(self) -> bool:
-        """Whether no request is here, and no step is in flight."""
-        return not self._requests and not self.releases.num_in_flight
-
     def running_waits(self) -> Iterator[Wait]:
         """Running requests that tell nothing now: their prompts are computed, again or for the first time, they lack
         blocks to go on, or they search with beams.
         """
         for request in self._running:
-            if request.for_another or request in self._decoding:
-                continue  # `prompts_for_others` tells of it; or it gets a token with each step
+            if request in self._decoding:
+                continue  # it gets a token with each step
             if request.group.num_remaining_tokens > request.group.num_seats:
                 yield request, WaitReason.PROMPT
             elif request.group.num_missing_blocks(self._pool):
@@ -173,8 +109,6 @@ class RunningBatch:
     def line_waits(self) -> Iterator[Wait]:
         """Requests without a seat."""
         for request in self._waiting:
-            if request.for_another:
-                continue
             if request.group.holds_blocks:
                 yield request, WaitReason.SEAT
             elif request.started_s is None:
@@ -249,12 +183,16 @@ class RunningBatch:
         """Of the prompts that are being computed, or wait for that, how long the worst off waits; 0 = there is none."""
         lacking = [
             (each, num_tokens)
-            for each in (*self._running, *self._waiting)
+            for each in (*self._running, *self._waiting, *self._prompts_beside)
             if each not in self._decoding
             and (num_tokens := each.group.num_remaining_tokens) > len(each.group.running)  # a decode lacks one
         ]
         lacking.sort(key=lambda each: turn_of(*each))
         return self.budget.wait_ratio([num_left for _, num_left in lacking])
+
+    @property
+    def _prompts_beside(self) -> Collection[Request]:
+        return () if self._prompts is None else self._prompts.computing
 
     def _limits_now(self) -> StepLimits:
         ratio = self.wait_ratio
@@ -270,10 +208,11 @@ class RunningBatch:
             others = []
             if len(beside.requests) < len(self._running):
                 others = [each for each in self._running if each not in beside.requests]
-            plan = plan_step(others, self._waiting, self._cache, limits, self._growth, beside)
+            plan = plan_step(others, self._waiting, self._cache, limits, self._growth, beside, self._prompts_beside)
             if not plan.preempted and not plan.lacks_blocks:
                 return plan, beside
-        return plan_step(self._running, self._waiting, self._cache, limits, self._growth), None
+        prompts = self._prompts_beside
+        return plan_step(self._running, self._waiting, self._cache, limits, self._growth, prompts=prompts), None
 
     def _carry_out(self, plan: StepPlan, beside: Beside | None, running: BatchedStep | None) -> BatchedStep | None:
         """`beside`: what takes part too; `running`: the step in flight."""
@@ -321,11 +260,9 @@ class RunningBatch:
 
     def _attach_more(self, plan: StepPlan) -> bool:
         """Whether any prompt for another worker that is about to begin finds more than when it took its blocks."""
-        found = False
-        for request, *_ in plan.scheduled:
-            if request.for_another and request.started_s is None and request.reads_cache:
-                found |= request.group.attach_more(self._cache)
-        return found
+        if self._prompts is None:
+            return False
+        return self._prompts.find_more(request for request, *_ in plan.scheduled if request.for_another)
 
     def _give_back(self, request: Request) -> None:
         request.group.remember(self._cache)
@@ -333,7 +270,7 @@ class RunningBatch:
 
     def _preempt(self, request: Request) -> None:
         self.num_preemptions += 1
-        request.observer.preempted()
+        request.events.emit(Preempted())
         self._decoding.leave(request)
         self._give_back(request)
         if request in self._running:
@@ -344,16 +281,11 @@ class RunningBatch:
         num_blocks = seq.blocks_wanted(num_tokens, self._pool.block_size)
         if num_blocks:
             seq.add_blocks(self._cache.allocate(num_blocks))
-        scheduled = seq.schedule(num_tokens, feed)
-        self._pool.set_filled(seq.block_table, seq.num_computed_tokens, scheduled.context_len)
-        return scheduled
+        return seq.schedule(num_tokens, feed)
 
 
 def _num_prompt_tokens_left(request: Request) -> int:
-    group = request.group
-    if request.for_another:
-        return group.prefix.num_remaining_tokens
-    return max(0, group.num_remaining_tokens - group.num_seats)
+    return max(0, request.group.num_remaining_tokens - request.group.num_seats)
 
 
 def _is_decode(request: Request, seq: Sequence) -> bool:

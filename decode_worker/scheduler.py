@@ -8,8 +8,8 @@ finished. One step:
               without blocks (new or preempted prompts) for whose tokens there is room beside the expected `growth`.
               One that steps overtook `MAX_OVERTAKES` times goes by rank, once there is room for it; until then
               nobody else without blocks is admitted
- 2. share     a sequence with one token to compute takes it (decode); all others share `chunk_tokens` among them, the
-              shortest first within a bound on age (`worker.turns`)
+ 2. share     a sequence with one token to compute takes it (decode); all others share `chunk_tokens` with the prompts
+              that are computed beside for other workers (`worker.plan`)
  3. allocate  in rank order, each gets the blocks that its tokens need, and one more to copy a shared block before
               it writes there; when the pool is dry the last-ranked holder of blocks is preempted: its group loses
               all blocks and is computed again later. With no victim behind it, a sequence takes fewer tokens or none
@@ -22,7 +22,7 @@ Nothing is preempted for a group ranked behind it. So the first-ranked group is 
 others hold; if it has no seat and nothing else can step, the last-ranked running group vacates one, and the next plan
 seats it. It always progresses, unless blocks are reserved for hand-offs, which end by themselves or are given up
 (`incoming_transfers`), or held by prompts that are computed for other workers: these need no seat, hold all their
-blocks from the start, are never preempted, and leave by themselves (`prompts_for_others`).
+blocks from the start, are never preempted, and leave when they are handed over or given up (`prefill_worker.prompts`).
 
 Reads groups and the counts of pool and cache, changes neither; knows no clock and no engine.
 """
@@ -36,12 +36,11 @@ from dataclasses import dataclass
 
 from decode_worker.growth import Growth
 from decode_worker.reservations import MAX_OVERTAKES
-from engine.chunking import plan_chunks
 from engine.prefix_cache import PrefixCache
 from engine.sequence import Sequence
 from tandem.types import BlockId
+from worker.plan import share_tokens
 from worker.request import Request
-from worker.turns import turn_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,13 +84,14 @@ def plan_step(
     limits: StepLimits,
     growth: Growth,
     beside: Beside | None = None,
+    prompts: Iterable[Request] = (),
 ) -> StepPlan:
-    """Plans one step; `running` and `waiting` are in rank order.
+    """Plans one step; `running` and `waiting` are in rank order, and `prompts` hold all their blocks.
 
     Sequences that cannot take part in a step launched now are left out. With `beside`, whose requests are not among
     `running`: if the plan preempts or lacks blocks, it is of no use; all are to be planned together then.
     """
-    return _Planner(running, waiting, cache, limits, growth, beside).plan()
+    return _Planner(running, waiting, cache, limits, growth, beside, prompts).plan()
 
 
 def _can_step(sequence: Sequence) -> bool:
@@ -102,15 +102,15 @@ def _can_step(sequence: Sequence) -> bool:
 
 def note_overtaken(waiting: Iterable[Request], admitted: Iterable[Request]) -> None:
     """When a plan is carried out: `waiting` are left."""
-    last = max((each.rank for each in admitted if each.num_seats), default=None)
+    last = max((each.rank for each in admitted), default=None)
     for request in waiting:
         if last is not None and request.rank < last and not request.group.holds_blocks:
             request.num_overtaken += 1
 
 
-def _seat_order(request: Request) -> tuple[bool, bool]:
+def _seat_order(request: Request) -> bool:
     """Those that are equal go by rank."""
-    return not request.for_another, not request.group.holds_blocks and request.num_overtaken < MAX_OVERTAKES
+    return not request.group.holds_blocks and request.num_overtaken < MAX_OVERTAKES
 
 
 class _Planner:
@@ -124,9 +124,11 @@ class _Planner:
         limits: StepLimits,
         growth: Growth,
         beside: Beside | None,
+        prompts: Iterable[Request],
     ) -> None:
         self._beside: Collection[Request] = () if beside is None else beside.requests
         self._num_beside_blocks = 0 if beside is None else beside.num_blocks
+        self._prompts = tuple(prompts)
         self._running = list(running)
         self._waiting = list(waiting)
         self._pool = cache.pool
@@ -155,18 +157,18 @@ class _Planner:
     def _admit(self) -> list[Request]:
         """Moves from waiting to running as far as seats and blocks go."""
         admitted: list[Request] = []
-        num_seats = sum(request.num_seats for request in self._running) + len(self._beside)
+        num_seats = sum(request.group.num_seats for request in self._running) + len(self._beside)
         is_short = False  # of blocks, for one that nobody else without blocks may overtake
         for request in sorted(self._waiting, key=_seat_order):
             has_blocks, is_overdue = request.group.holds_blocks, request.num_overtaken >= MAX_OVERTAKES
             if not has_blocks and is_overdue and (is_short or not self._has_room_for(request)):
                 is_short = True
                 continue
-            if num_seats + request.num_seats > self._limits.max_seqs:
+            if num_seats + request.group.num_seats > self._limits.max_seqs:
                 break
             if not has_blocks and not is_overdue and (is_short or not self._has_room_for(request)):
                 break
-            num_seats += request.num_seats
+            num_seats += request.group.num_seats
             self._waiting.remove(request)
             self._running.append(request)
             admitted.append(request)
@@ -180,14 +182,14 @@ class _Planner:
         """
         if any(seq.awaits_mask for each in self._running for seq in each.group.running):
             return
-        last = next((each for each in reversed(self._running) if not each.for_another), None)
+        last = self._running[-1] if self._running else None
         if last is not None and any(each.group.holds_blocks and each.rank < last.rank for each in self._waiting):
             self._preempted.append(last)
 
     def _has_room_for(self, request: Request) -> bool:
         """Whether all its tokens fit; unless it is alone, also its growth, beside that of all others with blocks."""
         landed = [each for each in self._waiting if each.group.holds_blocks]
-        is_alone = not (self._running or self._beside or landed)
+        is_alone = not (self._running or self._beside or self._prompts or landed)
         if is_alone or request.group.num_missing_blocks(self._pool) > self._free_blocks:
             return request.group.num_missing_blocks(self._pool) <= self._free_blocks
         forecast = self._growth.forecast([*self._running, *self._beside], landed)
@@ -197,16 +199,12 @@ class _Planner:
         """Tokens that each would compute if blocks were no matter, and whether it is a chunk; in rank order."""
         seqs = [
             (request, seq, seq.num_remaining_tokens)
-            for request in self._running
+            for request in (*self._prompts, *self._running)
             for seq in request.group.running
             if _can_step(seq)
         ]
-        prompts = [each for each in seqs if each[2] > 1]
-        order = [*range(len(prompts))]
-        if not by_rank:
-            order.sort(key=lambda at: turn_of(prompts[at][0], prompts[at][2]))
-        budget = plan_chunks([prompts[at][2] for at in order], self._limits.chunk_tokens, len(prompts))
-        chunks = iter([share for _, share in sorted(zip(order, budget, strict=True))])
+        prompts = [(request, num_tokens) for request, _, num_tokens in seqs if num_tokens > 1]
+        chunks = iter(share_tokens(prompts, self._limits.chunk_tokens, by_rank=by_rank))
         return [
             (request, seq, next(chunks), True) if num_tokens > 1 else (request, seq, 1, False)
             for request, seq, num_tokens in seqs
@@ -259,7 +257,7 @@ class _Planner:
         """Takes the blocks of the last-ranked holder, if that ranks behind `request`."""
         if self._victims is None:
             others = (*self._running, *self._waiting)
-            holders = [other for other in others if other.group.holds_blocks and not other.for_another]
+            holders = [other for other in others if other.group.holds_blocks]
             self._victims = sorted(holders, key=lambda each: each.rank)
         if not self._victims or self._victims[-1].rank <= request.rank:
             return False

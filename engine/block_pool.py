@@ -1,10 +1,10 @@
-"""Who holds which KV block: states, reference counts, generations, waste. Knows no tensors.
+"""Who holds which KV block: states, reference counts, generations. Knows no tensors and no tokens.
 
 Blocks walk the table `tandem.lifecycle.BLOCK_MOVES`:
 
     allocate          FREE → LIVE, or FREE → RESERVED for a hand-off
     start_receiving   RESERVED → RECEIVING
-    seal              RECEIVING → LIVE        verified whole, the writer has let go
+    seal              RECEIVING → LIVE        verified whole, the writer has stopped
     release           LIVE → FREE at the last holder, or → CACHED if its content is known · RESERVED → FREE
                       RECEIVING → QUARANTINED, or → FREE if its writer has stopped
     writer_stopped    QUARANTINED → FREE · RECEIVING stays with its holder, never to become LIVE
@@ -37,7 +37,7 @@ _ALLOWED = tuple(tuple(to in BLOCK_MOVES[state] for to in _STATES) for state in 
 """BLOCK_MOVES by number, so that a block's move costs an index and not two hashes."""
 
 _FEW = 8
-"""Up to so many blocks are checked faster one by one than as an array."""
+"""Up to this number, blocks are checked faster one by one than as an array."""
 
 
 class PoolExhausted(Overloaded):
@@ -58,13 +58,11 @@ class BlockPool:
         self._state = bytearray(num_blocks)  # _FREE == 0
         self._ref_count = array("i", bytes(4 * num_blocks))
         self._generation = array("q", bytes(8 * num_blocks))
-        self._filled = array("i", bytes(4 * num_blocks))
         self._writer_gone = bytearray(num_blocks)
         self._known = bytearray(num_blocks)
         self._states = np.frombuffer(self._state, np.uint8)
         self._ref_counts = np.frombuffer(self._ref_count, np.int32)
         self._knowns = np.frombuffer(self._known, np.uint8)
-        self._fills = np.frombuffer(self._filled, np.int32)
         self._generations = np.frombuffer(self._generation, np.int64)
         self._writers_gone = np.frombuffer(self._writer_gone, np.uint8)
         """The same memory: a table of many blocks is looked at and changed in one go."""
@@ -72,7 +70,6 @@ class BlockPool:
         """Scratch of `_are_distinct`."""
         self._numbers = np.arange(num_blocks)
         self._num_in_state = [num_blocks, *(0 for _ in _STATES[1:])]
-        self._filled_slots = 0
 
     @property
     def num_free(self) -> int:
@@ -93,7 +90,7 @@ class BlockPool:
         return self._generation[block]
 
     def generations(self, blocks: Sequence[BlockId]) -> npt.NDArray[np.uint64]:
-        """Of each of these."""
+        """Returns the `generation` of each block."""
         return self._generations[np.asarray(blocks, np.intp)].astype(np.uint64)
 
     def ref_count(self, block: BlockId) -> int:
@@ -114,7 +111,7 @@ class BlockPool:
         return len(blocks) - 1 - int(others[-1]) if len(others) else len(blocks)
 
     def cached_and_held(self, blocks: Sequence[BlockId]) -> tuple[Sequence[BlockId], Sequence[BlockId]]:
-        """These, those that nobody holds apart; each part in their order."""
+        """Returns the blocks that nobody holds, and the others; each part in the given order."""
         indices = np.asarray(blocks, np.int32)
         are_cached = self._states[indices] == _CACHED
         parts = (array("i", indices[are_cached].tobytes()), array("i", indices[~are_cached].tobytes()))
@@ -157,7 +154,6 @@ class BlockPool:
         if len(cached := indices[self._states[indices] == _CACHED]):
             self._states[cached] = _LIVE
             self._count_move(len(cached), _CACHED, _LIVE)
-            self._filled_slots += int(self._fills[cached].sum())
 
     def release(self, blocks: Sequence[BlockId]) -> None:
         """Takes one holder away from each block; with the last one it is free, cached or quarantined."""
@@ -168,7 +164,6 @@ class BlockPool:
         cached = let_go[is_known]
         self._states[cached] = _CACHED
         self._count_move(len(cached), _LIVE, _CACHED)
-        self._filled_slots -= int(self._fills[cached].sum())
         if len(forgotten := let_go[~is_known]):
             may_be_written = (self._states[forgotten] == _RECEIVING) & (self._writers_gone[forgotten] == 0)
             self._move_all(forgotten[may_be_written], _QUARANTINED)
@@ -184,16 +179,14 @@ class BlockPool:
 
     def evict(self, blocks: Sequence[BlockId]) -> None:
         """Frees these CACHED blocks."""
-        indices = self._require(blocks, (_CACHED,), "evict")
-        self._filled_slots += int(self._fills[indices].sum())  # which freeing takes away
-        self._free_blocks(indices)
+        self._free_blocks(self._require(blocks, (_CACHED,), "evict"))
 
     def start_receiving(self, blocks: Sequence[BlockId]) -> None:
         """A writer has shown its ticket for these RESERVED blocks; bytes may follow."""
         self._move_all(self._require(blocks, (_RESERVED,), "start_receiving"), _RECEIVING)
 
     def seal(self, blocks: Sequence[BlockId]) -> None:
-        """Their content was verified and their writer has let go: RECEIVING → LIVE."""
+        """Moves verified blocks, whose writer has stopped: RECEIVING → LIVE."""
         indices = self._require(blocks, (_RECEIVING,), "seal")
         if self._writers_gone[indices].any():
             raise InternalError("seal of blocks whose writer stopped before they were verified")
@@ -210,51 +203,12 @@ class BlockPool:
         self._writers_gone[indices[states == _RECEIVING]] = 1
         self._free_blocks(indices[states == _QUARANTINED])
 
-    def set_filled(self, blocks: Sequence[BlockId], num_tokens: int, from_token: int = 0) -> None:
-        """Accounts that the first `num_tokens` slots of these LIVE blocks, in order, hold tokens.
-
-        Tokens before `from_token` were accounted earlier: a growing sequence gives its whole
-        table, and only the blocks from that token on are visited.
-        """
-        size = self.block_size
-        if not 0 <= from_token <= num_tokens <= len(blocks) * size:
-            raise InternalError(f"set_filled {from_token}..{num_tokens} tokens in {len(blocks)} blocks of {size}")
-        first, end = from_token // size, -(-num_tokens // size)
-        if end - first > _FEW:
-            self._fill_many(np.asarray(blocks[first:end], np.int32).astype(np.intp), num_tokens - first * size)
-            return
-        for index in range(first, end):
-            block = blocks[index]
-            if self._state[block] != _LIVE:
-                raise InternalError(f"set_filled of block {block} in state {self.state(block)}")
-            filled = min(size, num_tokens - index * size)
-            self._filled_slots += filled - self._filled[block]
-            self._filled[block] = filled
-
-    def _fill_many(self, indices: npt.NDArray[np.intp], num_tokens: int) -> None:
-        if (self._states[indices] != _LIVE).any():
-            raise InternalError(f"set_filled of {len(indices)} blocks that are not all LIVE")
-        filled = np.full(len(indices), self.block_size, np.int32)
-        filled[-1] = num_tokens - (len(indices) - 1) * self.block_size
-        self._filled_slots += int(filled.sum() - self._fills[indices].sum())
-        self._fills[indices] = filled
-
     def any_shared(self, blocks: npt.NDArray[np.intp]) -> bool:
         """Whether `is_shared` is true of any of them."""
         return bool((self._ref_counts[blocks] > 1).any() or self._knowns[blocks].any())
 
-    def fill_last(self, blocks: npt.NDArray[np.intp], num_slots: npt.NDArray[np.int64]) -> None:
-        """As `set_filled`, where only the last block of each of many tables gets tokens: so many slots of it hold one.
-
-        No block is named twice.
-        """
-        if (self._states[blocks] != _LIVE).any() or num_slots.max() > self.block_size:
-            raise InternalError(f"fill_last of {len(blocks)} blocks: not all are LIVE, or more slots than they have")
-        self._filled_slots += int(num_slots.sum() - self._fills[blocks].sum())
-        self._fills[blocks] = num_slots
-
-    def counts(self) -> PoolCounts:
-        """Blocks by state, and the waste."""
+    def counts(self, unused_slots: int = 0) -> PoolCounts:
+        """Returns the blocks by state. `unused_slots`: token slots of LIVE blocks without a token, as holders know."""
         free, reserved, receiving, live, cached, quarantined = self._num_in_state
         return PoolCounts(
             total=self.num_blocks,
@@ -265,12 +219,12 @@ class BlockPool:
             quarantined=quarantined,
             cached=cached,
             block_size=self.block_size,
-            unused_slots=live * self.block_size - self._filled_slots,
+            unused_slots=unused_slots,
         )
 
     def check_invariants(self) -> None:
         """Recounts everything, O(N). Raises InternalError naming what is broken."""
-        states, holders, filled = self._state, self._ref_count, self._filled
+        states, holders = self._state, self._ref_count
         is_held = [state in (_RESERVED, _RECEIVING, _LIVE) for state in states]
         has_content = [state in (_LIVE, _CACHED) for state in states]
         laws = {
@@ -280,13 +234,10 @@ class BlockPool:
             "free list is complete": len(self._free) == self._num_in_state[_FREE],
             "held <=> ref_count": is_held == [num > 0 for num in holders],
             "only LIVE is shared": all(num <= 1 or states[block] == _LIVE for block, num in enumerate(holders)),
-            "only LIVE or CACHED is filled": all(has for has, num in zip(has_content, filled, strict=True) if num),
             "only LIVE or CACHED is known": all(
                 has for has, known in zip(has_content, self._known, strict=True) if known
             ),
             "CACHED is known": all(self._known[block] or state != _CACHED for block, state in enumerate(states)),
-            "filled slots": self._filled_slots == sum(num for num, s in zip(filled, states, strict=True) if s == _LIVE),
-            "filled <= block_size": all(0 <= num <= self.block_size for num in filled),
             "writer gone only in RECEIVING": all(
                 not gone or states[block] == _RECEIVING for block, gone in enumerate(self._writer_gone)
             ),
@@ -331,8 +282,6 @@ class BlockPool:
 
     def _free_blocks(self, indices: npt.NDArray[np.intp]) -> None:
         self._move_all(indices, _FREE)
-        self._filled_slots -= int(self._fills[indices].sum())
-        self._fills[indices] = 0
         self._writers_gone[indices] = self._knowns[indices] = 0
         self._free.extend(indices[::-1].tolist())  # so that the next allocation gives them in the same order
 

@@ -16,32 +16,29 @@ import threading
 from collections import deque
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final, NewType
+from typing import Final
 
 import xxhash
 
 from engine.step import HostRow
 
-DiskSlot = NewType("DiskSlot", int)
-"""Index into the file."""
-
 _READ, _WRITE, _STOP = 1, 2, 0
 """In the order of their urgency."""
 _CLOSE_S = 5.0
-"""The most that is waited for a disk at the end."""
+"""How long `close` waits for a disk."""
 
 
 @dataclass(slots=True, eq=False)
 class DiskJob:
-    """One block to be copied between a row and a slot; what came of it is written into the job."""
+    """Copies one block between a row and a slot; the result is written into the job."""
 
-    slot: DiskSlot
+    slot: int
     row: HostRow
     memory: memoryview
     """The row's bytes."""
     is_read: bool
     checksum: int = 0
-    """xxh3-64 of the block: what a read expects; a write tells it."""
+    """xxh3-64 of the block: what a read expects; a write sets it."""
     is_intact: bool = True
     """False: the bytes that were read are not those that were written."""
     error: OSError | None = None

@@ -1,4 +1,4 @@
-"""Takes known blocks out of a prefix tree: to make room in the pool and in the tiers behind it, or for good.
+"""Takes known blocks out of a prefix tree: to make room in the pool and in the tiers behind it, or to forget them.
 
 A block goes before those above it, the least recently used leaf first, with one exception. Of two requests that
 compute equal blocks at the same time, the tree knows those of the first; what the second adds below them hangs under
@@ -9,43 +9,43 @@ known, though it stays its holders'.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Iterable, Sequence
-from typing import cast
+from collections.abc import Callable, Container, Iterable, Sequence
+from typing import Any, cast
 
 from engine.block_pool import BlockPool
-from engine.disk_slots import DiskSlots
-from engine.disk_tier import DiskSlot
-from engine.host_rows import HostRows, LoadCosts
+from engine.disk_copies import DiskCopies
+from engine.host_moves import HostMoves, LoadCosts
 from engine.prefix_tree import Node, PrefixTree, Tier
+from engine.row_book import RowBook
 from engine.step import HostRow
 from tandem.errors import InternalError
 from tandem.lifecycle import BlockState
 from tandem.types import BlockId
 
 _AHEAD = 8
-"""One row of the host tier in so many is kept free, where there is a disk behind it."""
+"""One row of the host tier in eight is kept free, where there is a disk behind it."""
 
 
 class Evictor:
-    """Of one tree, over a pool and, if there are any, rows of a host tier and slots of a disk tier behind it."""
+    """Evicts from one tree, over a pool and the tiers behind it."""
 
     def __init__(
         self,
         tree: PrefixTree,
         pool: BlockPool,
-        rows: HostRows | None,
-        slots: DiskSlots | None,
+        host: HostMoves,
+        disk: DiskCopies,
         costs: LoadCosts,
         on_removed: Callable[[Sequence[int]], None],
     ) -> None:
-        """`on_removed` is told the hashes of what is known nowhere any more."""
+        """`on_removed` is called with the hashes of what is known nowhere any more."""
         self._tree = tree
         self._pool = pool
-        self._rows = rows
-        self._slots = slots
+        self._host = host
+        self._disk = disk
         self._costs = costs
         self._on_removed = on_removed
-        self._num_rows_ahead = 0 if rows is None else -(-rows.num_rows // _AHEAD)
+        self._num_rows_ahead = -(-host.rows.num_rows // _AHEAD) if disk.slots.num_rows else 0
         self.num_evicted = 0
         """Blocks of the pool that were made free."""
         self.in_use = 0
@@ -53,19 +53,15 @@ class Evictor:
 
     def abandon_loads(self, missing: int) -> int:
         """Takes back blocks that were to be loaded for requests which are gone; returns how many became free."""
-        rows = self._rows
-        assert rows is not None, "blocks that are to be loaded"
-        idle, num_free = set(rows.idle_loads()), self._pool.num_free
+        idle, num_free = set(self._host.idle_loads()), self._pool.num_free
         if not idle or missing > self._pool.num_cached + len(idle):
             return 0
-        rows.abandon_loads(idle)
-        for node in list(self._tree.nodes()):
-            if node.parent is not None and node.tier is Tier.DEVICE and not idle.isdisjoint(as_blocks(node.places)):
-                self._drop_tail(node, next(at for at, block in enumerate(as_blocks(node.places)) if block in idle))
+        self._host.abandon_loads(idle)
+        self._forget_from(Tier.DEVICE, idle)
         return self._pool.num_free - num_free
 
     def evict(self, num_blocks: int, *, store: bool) -> None:
-        """Frees so many blocks at least, all of them CACHED; `store`: they go to the host tier, if that has room."""
+        """Frees `num_blocks` CACHED blocks at least; `store`: they go to the host tier, if that has room."""
         num_blocks -= self.evict_leaves(num_blocks, store=store)
         while num_blocks > 0:
             num_freed = self._evict_above_held()
@@ -73,7 +69,7 @@ class Evictor:
             num_blocks -= num_freed
 
     def evict_leaves(self, num_blocks: int, *, store: bool) -> int:
-        """The same, of blocks with no held ones below them, as far as there are any; returns how many it freed."""
+        """As `evict`, but only blocks with no held ones below them; returns how many it freed."""
         began, num_freed = self._tree.tick(), 0
         while num_freed < num_blocks:
             leaf = self._tree.least_used(Tier.DEVICE)
@@ -89,11 +85,11 @@ class Evictor:
         return num_freed
 
     def _num_unheld(self, node: Node, at_most: int) -> int:
-        """How many of its last blocks nobody holds."""
+        """Returns how many of the node's last blocks nobody holds."""
         return self._pool.num_cached_last(as_blocks(node.places[max(0, len(node.places) - at_most) :]))
 
     def _evict_tail(self, node: Node, num_blocks: int, *, store: bool) -> None:
-        """Evicts its last blocks: into the host tier as far as that has room, the others for good."""
+        """Evicts the node's last blocks: into the host tier as far as that has room, and forgets the others."""
         num_stored = self.make_room(num_blocks) if store else 0
         num_kept = len(node.places) - num_blocks
         if num_stored < num_blocks:
@@ -107,66 +103,59 @@ class Evictor:
 
     def _store(self, node: Node) -> None:
         """Moves a node's CACHED blocks to the host tier, which has room."""
-        rows, blocks = self._rows, as_blocks(node.places)
-        assert rows is not None, "there is a host tier"
+        blocks = as_blocks(node.places)
         self._pool.evict(blocks)
-        self._tree.move(node, Tier.HOST, array("i", [rows.store(block) for block in blocks]))
+        self._tree.move(node, Tier.HOST, array("i", [self._host.store(block) for block in blocks]))
         self._tree.merge(node)
 
     def make_room(self, num_rows: int) -> int:
         """Frees rows of the host tier, least recently used first; returns how many of `num_rows` there are then."""
-        if self._rows is None:
-            return 0
-        while self._rows.num_free < num_rows:
-            leaf = self._tree.least_used(Tier.HOST)
-            if leaf is None or leaf.last_used >= self.in_use or self._rows.is_pinned(HostRow(leaf.places[-1])):
+        return self._make_room(Tier.HOST, self._host.rows, num_rows)
+
+    def _make_room(self, tier: Tier, rows: RowBook[Any], num_rows: int) -> int:
+        """As `make_room`, in either tier behind the pool."""
+        while rows.num_free < num_rows:
+            leaf = self._tree.least_used(tier)
+            if leaf is None or leaf.last_used >= self.in_use or rows.is_pinned(leaf.places[-1]):
                 break
-            self._drop_tail(leaf, max(0, len(leaf.places) - num_rows + self._rows.num_free))
-        return min(num_rows, self._rows.num_free)
+            self._drop_tail(leaf, max(0, len(leaf.places) - num_rows + rows.num_free))
+        return min(num_rows, rows.num_free)
 
     def free_rows_ahead(self) -> None:
         """Has blocks of the host tier written to the disk, so that rows are free when the pool's blocks need them.
 
         A row is free only when it is written: what needs it earlier has the block forgotten.
         """
-        rows, slots = self._rows, self._slots
-        if rows is None or slots is None:
-            return
-        while (missing := min(self._num_rows_ahead - rows.num_free - slots.num_writing, slots.num_jobs_left)) > 0:
+        host, disk = self._host, self._disk
+        while (missing := min(self._num_rows_ahead - host.rows.num_free - disk.num_writing, disk.num_jobs_left)) > 0:
             leaf = self._tree.least_used(Tier.HOST)
-            num_moved = 0 if leaf is None else self._free_slots(rows.num_idle(leaf.places, missing))
+            num_idle = 0 if leaf is None else host.rows.num_idle(leaf.places, missing)
+            num_moved = self._make_room(Tier.DISK, disk.slots, num_idle)
             if leaf is None or not num_moved:
                 break
             if num_moved < len(leaf.places):
                 self._tree.split(leaf, len(leaf.places) - num_moved)
-            places = [HostRow(row) for row in leaf.places]
-            self._tree.move(leaf, Tier.DISK, array("i", [slots.store(row) for row in places]))
-            rows.free(places)
+            rows = as_rows(leaf.places)
+            self._tree.move(leaf, Tier.DISK, array("i", [disk.store(row) for row in rows]))
+            host.free(rows)
             self._tree.merge(leaf)
 
-    def _free_slots(self, num_slots: int) -> int:
-        """Frees slots of the disk tier, least recently used first; returns how many of `num_slots` there are then."""
-        slots = self._slots
-        assert slots is not None, "there is a disk tier"
-        while slots.num_free < num_slots and (leaf := self._tree.least_used(Tier.DISK)) is not None:
-            self._drop_tail(leaf, max(0, len(leaf.places) - num_slots + slots.num_free))
-        return min(num_slots, slots.num_free)
-
     def note_disk(self) -> None:
-        """Takes note of what the disk has done. What it has lost is known no more."""
-        rows, slots = self._rows, self._slots
-        if rows is None or slots is None:
-            return
-        was_broken, unfilled = slots.is_broken, slots.take_done()
+        """Notes what the disk has done: what it has lost is not known any more."""
+        was_off, unfilled = self._disk.is_off, self._disk.take_done()
         if unfilled:
-            for node in list(self._tree.nodes()):
-                if node.parent is not None and node.tier is Tier.HOST and not set(unfilled).isdisjoint(node.places):
-                    self._drop_tail(node, next(at for at, row in enumerate(node.places) if row in unfilled))
-            rows.unpin(unfilled)
-        if slots.is_broken and not was_broken:
-            for node in list(self._tree.nodes()):
-                if node.parent is not None and node.tier is Tier.DISK:
-                    self.drop(node)
+            self._forget_from(Tier.HOST, set(unfilled))
+            self._host.rows.unpin(unfilled)
+        if self._disk.is_off and not was_off:
+            self._forget_from(Tier.DISK, range(self._disk.slots.num_rows))
+
+    def _forget_from(self, tier: Tier, lost: Container[int]) -> None:
+        """Forgets each node of a tier from its first lost place on, and what is below it."""
+        for node in list(self._tree.nodes()):
+            if node.parent is not None and node.tier is tier:
+                at = next((at for at, place in enumerate(node.places) if place in lost), None)
+                if at is not None:
+                    self._drop_tail(node, at)
 
     def _evict_above_held(self) -> int:
         """Evicts a CACHED block that lies above held ones, of those the last one on its path, and forgets these."""
@@ -201,10 +190,10 @@ class Evictor:
             if held:
                 self._pool.forget(held)
             self._pool.evict(cached)
-        elif node.tier is Tier.HOST and self._rows is not None:
-            self._rows.free(HostRow(row) for row in node.places)
-        elif self._slots is not None:
-            self._slots.free(as_slots(node.places))
+        elif node.tier is Tier.HOST:
+            self._host.free(as_rows(node.places))
+        else:
+            self._disk.slots.free(node.places)
 
 
 def as_blocks(places: Iterable[int]) -> Sequence[BlockId]:
@@ -212,6 +201,6 @@ def as_blocks(places: Iterable[int]) -> Sequence[BlockId]:
     return cast("Sequence[BlockId]", places)
 
 
-def as_slots(places: Iterable[int]) -> Sequence[DiskSlot]:
-    """Places of the disk tier are slots of its file."""
-    return cast("Sequence[DiskSlot]", places)
+def as_rows(places: Iterable[int]) -> Sequence[HostRow]:
+    """Places of the host tier are its rows."""
+    return cast("Sequence[HostRow]", places)

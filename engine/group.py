@@ -96,6 +96,12 @@ class Group:
             return len(self.prefix.block_table)
         return len({block for each in self._holders() for block in each.block_table})
 
+    def num_unused_slots(self, block_size: int) -> int:
+        """Returns the token slots of its blocks without a token; those of a shared last block count once."""
+        held = [each for each in self._holders() if len(each.block_table)]
+        unused = {each.block_table[-1]: len(each.block_table) * block_size - each.num_computed_tokens for each in held}
+        return sum(unused.values())
+
     @property
     def num_returned_blocks(self) -> int:
         """Blocks that are expected to be available once it ends: those that it holds, but for borrowed ones."""

@@ -1,7 +1,6 @@
 """The host tier: rows of host memory that whole blocks move to, and back into other blocks later.
 
-Owns the rows and who holds them; a step moves the bytes (`engine.step.TierMove`). The control loop allocates
-and frees rows; a row may be freed once the last launched step that names it has ended.
+Owns the memory; a step moves the bytes (`engine.step.TierMove`). Who holds a row is `engine.host_moves`' to know.
 """
 
 from __future__ import annotations
@@ -15,7 +14,6 @@ import torch
 from engine.kv_cache import HostMemory
 from engine.step import Direction, HostRow, TierMove
 from shell.telemetry.logging import get_logger
-from tandem.errors import InternalError, Overloaded
 from tandem.types import BlockId
 
 _log = get_logger(__name__)
@@ -32,35 +30,13 @@ class HostTier:
         if pinned_for is not None and not self._memory.pin(pinned_for):
             _log.warning("host cache not pinned: copies to and from it hold steps up", bytes=len(self._memory.bytes))
         self.num_rows: Final = num_rows
-        """All rows, free or not."""
+        """All rows, in use or not."""
         self.block_s = 0.0
         """What moving a block takes, in seconds, once it was measured."""
         self._block_bytes = block_bytes
-        self._free = [HostRow(row) for row in range(num_rows - 1, -1, -1)]
-        self._held: set[HostRow] = set()
-
-    @property
-    def num_free(self) -> int:
-        """Rows that `allocate` can hand out now."""
-        return len(self._free)
-
-    def allocate(self, num_rows: int) -> tuple[HostRow, ...]:
-        """Takes rows, which the caller frees. Raises Overloaded if there are not so many, and takes none then."""
-        if num_rows > len(self._free):
-            raise Overloaded(f"{num_rows} rows of the host tier wanted, {len(self._free)} free")
-        rows = tuple(self._free.pop() for _ in range(num_rows))
-        self._held.update(rows)
-        return rows
-
-    def free(self, rows: Sequence[HostRow]) -> None:
-        """Gives rows back. Raises InternalError if one is not held, and frees none then."""
-        if len(set(rows)) != len(rows) or not self._held.issuperset(rows):
-            raise InternalError(f"free of rows {list(rows)}, which are not all held, or named twice")
-        self._held.difference_update(rows)
-        self._free.extend(reversed(rows))
 
     def row(self, row: HostRow) -> memoryview:
-        """`[block_bytes]`, to be written and read while no step moves it; it outlives `close`."""
+        """Returns the row's bytes, `[block_bytes]`, to be used while no step moves them; they outlive `close`."""
         begin = row * self._block_bytes
         return self._memory.bytes[begin : begin + self._block_bytes].numpy().data
 

@@ -22,10 +22,10 @@ from tandem.errors import TransferError
 from tandem.types import BlockId
 
 
-class HostRows(Protocol):
-    """Memory that somebody else may take back once no copy runs."""
+class RowMemory(Protocol):
+    """Memory that its owner may take back once no copy runs."""
 
-    rows: npt.NDArray[np.uint8]
+    array: npt.NDArray[np.uint8]
     """`[R, block_bytes]`."""
 
 
@@ -40,42 +40,42 @@ class PoolStaging:
         self._stream = torch.cuda.Stream(pool.device) if pool.is_cuda else None  # type: ignore[no-untyped-call]
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="tandem-staging")
 
-    async def copy_out(self, block_ids: Sequence[BlockId], into: HostRows, rows: Sequence[int]) -> None:
+    async def copy_out(self, block_ids: Sequence[BlockId], into: RowMemory, rows: Sequence[int]) -> None:
         """Copies block `block_ids[i]` to row `rows[i]`; their content must not change meanwhile.
 
         Raises TransferError. Even a cancelled call returns only after its copy has ended.
         """
         await self._run(into, tuple(block_ids), tuple(rows), outward=True)
 
-    async def copy_in(self, source: HostRows, rows: Sequence[int], block_ids: Sequence[BlockId]) -> None:
+    async def copy_in(self, source: RowMemory, rows: Sequence[int], block_ids: Sequence[BlockId]) -> None:
         """Copies row `rows[i]` to block `block_ids[i]`, which nobody may read or write meanwhile. As `copy_out`."""
         await self._run(source, tuple(block_ids), tuple(rows), outward=False)
 
     def close(self) -> None:
-        """Ends copies under way and lets go of the pool. Idempotent."""
+        """Ends copies under way and gives the pool back. Idempotent."""
         self._thread.shutdown(wait=True)
         self._pool = torch.empty(0, 0, dtype=torch.uint8)
 
     async def _run(
-        self, host: HostRows, block_ids: tuple[BlockId, ...], rows: tuple[int, ...], *, outward: bool
+        self, host: RowMemory, block_ids: tuple[BlockId, ...], rows: tuple[int, ...], *, outward: bool
     ) -> None:
         loop = asyncio.get_running_loop()
         await to_the_end(loop.run_in_executor(self._thread, self._copy, host, block_ids, rows, outward))
 
-    def _copy(self, host: HostRows, block_ids: tuple[BlockId, ...], rows: tuple[int, ...], outward: bool) -> None:
+    def _copy(self, host: RowMemory, block_ids: tuple[BlockId, ...], rows: tuple[int, ...], outward: bool) -> None:
         """No variable holds the rows: an error's traceback would keep them, and with them a mapping, from closing."""
         try:
             with self._on_stream():
                 for block, row, count in _runs(block_ids, rows):
                     if outward:
-                        torch.from_numpy(host.rows[row : row + count]).copy_(
+                        torch.from_numpy(host.array[row : row + count]).copy_(
                             self._pool[block : block + count], non_blocking=True
                         )
                     else:
                         self._pool[block : block + count].copy_(
-                            torch.from_numpy(host.rows[row : row + count]), non_blocking=True
+                            torch.from_numpy(host.array[row : row + count]), non_blocking=True
                         )
-        except RuntimeError as error:  # torch's word for whatever the device says
+        except RuntimeError as error:  # torch raises it for whatever the device reports
             raise TransferError(
                 f"{len(block_ids)} blocks could not be copied between pool and host: {error}"
             ) from error

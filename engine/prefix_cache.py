@@ -15,23 +15,21 @@ from __future__ import annotations
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import takewhile
 
 from engine.block_names import BlockNames, CacheListener
 from engine.block_pool import BlockPool
-from engine.disk_slots import Disk, DiskSlots
-from engine.disk_tier import DiskSlot
-from engine.eviction import Evictor, as_blocks, as_slots
-from engine.host_rows import HostRows, LoadCosts
+from engine.disk_copies import Disk, DiskCopies
+from engine.eviction import Evictor, as_blocks, as_rows
+from engine.host_moves import HostMoves, LoadCosts
 from engine.host_tier import HostTier
 from engine.prefix_tree import TOKEN_BYTES, Node, PrefixTree, Tier, view_of
-from engine.step import HostRow, TierMove
+from engine.step import TierMove
 from tandem.errors import InternalError
 from tandem.lifecycle import BlockState
 from tandem.types import BlockId, TokenId
 
 _FREE_SHARE, _MOVES_AHEAD = 16, 16
-"""One block in so many of the pool is kept free for peers to write into; for that, a step moves so many out at most."""
+"""One block in 16 of the pool is kept free for peers to write into; for that, a step moves 16 out at most."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +55,7 @@ class CacheCounters:
 
 
 class PrefixCache:
-    """Of one pool. With `enabled` False it knows nothing: blocks are free or held."""
+    """Knows blocks of one pool. With `enabled` False it knows nothing: blocks are free or held."""
 
     def __init__(
         self,
@@ -74,10 +72,10 @@ class PrefixCache:
         self._enabled = enabled
         self._tree = PrefixTree(pool.block_size)
         self._names = BlockNames(self._tree, pool.block_size, listener)
-        self._rows = None if tier is None else HostRows(tier, pool)
-        self._slots = None if disk is None or self._rows is None else DiskSlots(disk, self._rows)
+        self._host = HostMoves(tier, pool)
+        self._disk = DiskCopies(None if tier is None else disk, self._host)
         self._costs = LoadCosts(pool.block_size, 0.0 if tier is None else tier.block_s)
-        self._evictor = Evictor(self._tree, pool, self._rows, self._slots, self._costs, self._removed)
+        self._evictor = Evictor(self._tree, pool, self._host, self._disk, self._costs, self._removed)
         self._reserves = False
         """Whether blocks were ever taken for a peer to write into."""
 
@@ -93,27 +91,27 @@ class PrefixCache:
     @property
     def num_available(self) -> int:
         """Blocks that `allocate` can hand out now: free ones, and known ones that nobody holds."""
-        if self._rows is None:
-            return self.pool.num_free + self.pool.num_cached
-        return self.pool.num_free - self._rows.num_withheld + self.pool.num_cached + len(self._rows.idle_loads())
+        return self.pool.num_free - self._host.num_withheld + self.pool.num_cached + len(self._host.idle_loads())
 
     @property
     def counters(self) -> CacheCounters:
         """As of now."""
-        stored, loaded = (0, 0) if self._rows is None else (self._rows.num_stored, self._rows.num_loaded)
-        slots = self._slots
-        of_disk = (0, 0, 0) if slots is None else (slots.num_stored, slots.num_loaded, slots.num_failed)
-        return CacheCounters(self._asked_tokens, self._hit_tokens, self._evictor.num_evicted, stored, loaded, *of_disk)
+        host, disk = self._host, self._disk
+        return CacheCounters(
+            *(self._asked_tokens, self._hit_tokens, self._evictor.num_evicted),
+            *(host.num_stored, host.num_loaded),
+            *(disk.num_stored, disk.num_loaded, disk.num_failed),
+        )
 
     def match(self, cache_salt: str, token_ids: Sequence[TokenId]) -> int:
-        """How many leading tokens `acquire` would find: full blocks, at least one token fewer than given."""
+        """Returns how many leading tokens `acquire` would find: full blocks, at least one token fewer than given."""
         return sum(num_blocks for _, num_blocks in self._walk(cache_salt, token_ids)) * self.pool.block_size
 
     def num_held(self, cache_salt: str, token_ids: Sequence[TokenId]) -> int:
-        """Of the blocks that `acquire` would find, those that somebody holds: taking them leaves no less for others."""
+        """Returns how many blocks that `acquire` would find have a holder: taking them leaves no less for others."""
         path = self._walk(cache_salt, token_ids)
         found = [as_blocks(node.places[:num_blocks]) for node, num_blocks in path if node.tier is Tier.DEVICE]
-        idle = set() if self._rows is None else set(self._rows.idle_loads())  # `num_available` counts them
+        idle = set(self._host.idle_loads())  # `num_available` counts them
         return sum(self.pool.num_held(blocks) - len(idle.intersection(blocks) if idle else ()) for blocks in found)
 
     def acquire(self, cache_salt: str, token_ids: Sequence[TokenId], from_block: int = 0) -> Sequence[BlockId]:
@@ -147,7 +145,7 @@ class PrefixCache:
 
         What has arrived when `acquire` is called is found by that; the rest is to be computed.
         """
-        if self._slots is None or not token_ids or not self._costs.loading_pays:
+        if self._disk.is_off or not token_ids or not self._costs.loading_pays:
             return
         self._evictor.note_disk()
         path = self._tree.walk(cache_salt, token_ids, len(token_ids) - 1)
@@ -155,7 +153,7 @@ class PrefixCache:
         for node, _ in path:
             node.last_used = self._evictor.in_use
         for node, num_blocks in path:
-            if node.tier is Tier.DISK and self._read(self._slots, node, num_blocks) < num_blocks:
+            if node.tier is Tier.DISK and self._read(node, num_blocks) < num_blocks:
                 break
 
     def insert(self, cache_salt: str, token_ids: Sequence[TokenId], blocks: Sequence[BlockId]) -> None:
@@ -187,51 +185,46 @@ class PrefixCache:
     def allocate(self, num_blocks: int, state: BlockState = BlockState.LIVE) -> tuple[BlockId, ...]:
         """As `BlockPool.allocate`, after evicting what it takes. Raises PoolExhausted, and evicts nothing then."""
         is_reserved = state is BlockState.RESERVED
-        num_withheld = self._rows.num_withheld if is_reserved and self._rows is not None else 0
+        num_withheld = self._host.num_withheld if is_reserved else 0
         missing = num_blocks + num_withheld - self.pool.num_free
-        if missing > self.pool.num_cached and self._rows is not None:
+        if missing > self.pool.num_cached:
             missing -= self._evictor.abandon_loads(missing)
         if 0 < missing <= self.pool.num_cached:
             self._evictor.evict(missing, store=not is_reserved)
-        if not is_reserved or self._rows is None:
+        if not is_reserved or not self._host.rows.num_rows:
             return self.pool.allocate(num_blocks, state)
         self._reserves = True
-        return self._allocate_reserved(self._rows, num_blocks, num_withheld)
+        return self._allocate_reserved(num_blocks, num_withheld)
 
     def take_moves(self) -> tuple[TierMove, ...]:
         """What the step that is built now must carry. To be called once for each, in the order of their launch."""
-        if self._rows is None:
-            return ()
         if self._reserves:  # a peer writes at once, so a block for it is moved out ahead of that, or never
             num_ahead = min(_MOVES_AHEAD, self.pool.num_blocks // _FREE_SHARE - self.pool.num_free)
             self._evictor.evict_leaves(num_ahead, store=True)
         self._evictor.note_disk()
         self._evictor.free_rows_ahead()
-        return self._rows.take()
+        return self._host.take()
 
     def step_ended(self, *, failed: bool, seconds: float = 0.0, num_prompt_tokens: int = 0) -> None:
         """The oldest step that took moves has ended; to be called before what waited for that is released.
 
-        What a failed one should have loaded, the next one loads. `seconds` for `num_prompt_tokens` tell what computing
-        costs.
+        What a failed step should have loaded, the next one loads. `seconds` for `num_prompt_tokens`: what computing
+        took.
         """
-        if self._rows is None:
-            return
-        self._rows.step_ended(failed=failed)
+        self._host.step_ended(failed=failed)
         if not failed and num_prompt_tokens:
             self._costs.computed(num_prompt_tokens, seconds)
 
     def rest(self) -> None:
         """No step follows for now: what nobody waits for any more is not loaded, and so holds no blocks."""
-        if self._rows is not None:
-            self._evictor.abandon_loads(0)
+        self._evictor.abandon_loads(0)
 
     def num_loaded(self, blocks: Sequence[BlockId]) -> int:
-        """How many of these leading blocks have their content now; others get it by a step that took moves."""
-        rows = self._rows
-        if rows is None or not rows.are_loading:
+        """Returns how many of these leading blocks have their content now; a step that took moves brings the others."""
+        host = self._host
+        if not host.are_loading:
             return len(blocks)
-        return next((at for at, block in enumerate(blocks) if rows.is_loading(block)), len(blocks))
+        return next((at for at, block in enumerate(blocks) if host.is_loading(block)), len(blocks))
 
     def forget(self, cache_salt: str, token_ids: Sequence[TokenId]) -> None:
         """What is known along these tokens, and all that follows it, is known no more; its holders keep it."""
@@ -250,9 +243,9 @@ class PrefixCache:
             listener.cleared()
 
     def hashes(self) -> list[int]:
-        """Of all blocks that are known, each behind the one before it; none without a listener.
+        """Returns the hashes of all known blocks, each behind the one before it; none without a listener.
 
-        Those of a long prompt follow a little later (`BlockNames`).
+        The hashes of a long prompt follow a little later (`BlockNames`).
         """
         return [each for node in self._tree.nodes() for each in node.hashes]
 
@@ -279,12 +272,8 @@ class PrefixCache:
         broken = [name for name, holds in laws.items() if not holds]
         if broken:
             raise InternalError(f"prefix cache: {'; '.join(broken)}")
-        if self._rows is not None:
-            self._rows.check_rows([HostRow(row) for node in nodes if node.tier is Tier.HOST for row in node.places])
-        if self._slots is not None:
-            self._slots.check_slots(
-                [DiskSlot(slot) for node in nodes if node.tier is Tier.DISK for slot in node.places]
-            )
+        self._host.check_rows([row for node in nodes if node.tier is Tier.HOST for row in node.places])
+        self._disk.slots.check([slot for node in nodes if node.tier is Tier.DISK for slot in node.places])
 
     # --- looking and adding ---
 
@@ -302,36 +291,32 @@ class PrefixCache:
         return path
 
     def _num_ready(self, node: Node, num_blocks: int) -> int:
-        """How many of its leading blocks can be loaded, if that is cheaper than computing them."""
-        if self._rows is None or node.tier is not Tier.HOST or not self._costs.loading_pays:
+        """Returns how many of the node's leading blocks can be loaded, if that is cheaper than computing them."""
+        if node.tier is not Tier.HOST or not self._costs.loading_pays:
             return 0
-        is_ready = self._rows.is_ready
-        return next((at for at in range(num_blocks) if not is_ready(HostRow(node.places[at]))), num_blocks)
+        return self._host.rows.num_ready(node.places[:num_blocks])
 
     def _load(self, node: Node, num_blocks: int) -> array[int]:
         """Moves a node's leading blocks from the host tier into blocks for the caller, as many as there is room for."""
-        rows = self._rows
-        assert rows is not None, "a node in the host tier"
         num_blocks = min(num_blocks, self.num_available)
         if not num_blocks:
             return array("i")
         blocks = self.allocate(num_blocks)
-        self.pool.set_filled(blocks, num_blocks * self.pool.block_size)
         if num_blocks < len(node.places):
             node = self._tree.split(node, num_blocks)
-        for row, block in zip(node.places, blocks, strict=True):
-            rows.load(HostRow(row), block)
+        for row, block in zip(as_rows(node.places), blocks, strict=True):
+            self._host.load(row, block)
         self._settle(node, blocks)
         return node.places
 
-    def _read(self, slots: DiskSlots, node: Node, num_blocks: int) -> int:
+    def _read(self, node: Node, num_blocks: int) -> int:
         """Has a node's leading blocks read into rows of the host tier, as far as there is room; how many these are."""
-        num_ready = sum(1 for _ in takewhile(slots.is_ready, as_slots(node.places[:num_blocks])))
-        num_blocks = self._evictor.make_room(min(num_ready, slots.num_jobs_left))
+        num_ready = self._disk.slots.num_ready(node.places[:num_blocks])
+        num_blocks = self._evictor.make_room(min(num_ready, self._disk.num_jobs_left))
         if num_blocks:
             if num_blocks < len(node.places):
                 node = self._tree.split(node, num_blocks)
-            self._tree.move(node, Tier.HOST, array("i", [slots.load(slot) for slot in as_slots(node.places)]))
+            self._tree.move(node, Tier.HOST, array("i", [self._disk.load(slot) for slot in node.places]))
         return num_blocks
 
     def _settle(self, node: Node, blocks: Sequence[BlockId]) -> None:
@@ -348,12 +333,12 @@ class PrefixCache:
         if self.listener is not None:
             self.listener.removed(hashes)
 
-    def _allocate_reserved(self, rows: HostRows, num_blocks: int, num_withheld: int) -> tuple[BlockId, ...]:
+    def _allocate_reserved(self, num_blocks: int, num_withheld: int) -> tuple[BlockId, ...]:
         """Blocks that a peer may write into at once: no step is to move them out, or is about to."""
         taken = self.pool.allocate(num_blocks + num_withheld, BlockState.RESERVED)
-        leaving = rows.leaving() if num_withheld else ()
+        leaving = self._host.leaving() if num_withheld else ()
         staying = [block for block in taken if block not in leaving]
         blocks = tuple(staying[:num_blocks])
         self.pool.release([*staying[num_blocks:], *(block for block in taken if block in leaving)])
-        rows.abandon_stores(blocks)
+        self._host.abandon_stores(blocks)
         return blocks

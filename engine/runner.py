@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from engine.batch import Batch, Forward, build_batch
-from engine.decode_rows import DrawnTokens, objects_of
+from engine.decode_rows import DrawnTokens
 from engine.device import Device, Mark
 from engine.graphs import DecodeGraphs
 from engine.host_tier import HostTier
@@ -61,7 +61,6 @@ class Launched:
     """As `fetched`, of known tokens; None if none are scored."""
     began: Mark
     ended: Mark
-    num_lent_cores: int
 
 
 class Runner:
@@ -96,8 +95,6 @@ class Runner:
         """Lays out a step; the seqs' tables have been read when it returns. Raises InternalError if it cannot be."""
         if not step.seqs:
             raise InternalError("a step without seqs")
-        if any(seq.adapter_id is not None for seq in objects_of(step.seqs)):
-            raise InternalError("a seq asks for an adapter; none is loaded")
         self._check_moves(step)
         with self._device.uploading():
             batch = build_batch(step.seqs, self._block_size, self._kv.device)
@@ -141,7 +138,7 @@ class Runner:
             outputs = tuple(tuple(sampled[start:end]) for start, end in borders)
         seconds = launched.ended.seconds_since(launched.began)
         scored = {} if batch.scores is None or launched.scores is None else batch.scores.read(launched.scores)
-        return StepResult(outputs, seconds, scored, launched.num_lent_cores)
+        return StepResult(outputs, seconds, scored)
 
     def _launch(self, prepared: Prepared, previous: Launched | None) -> Launched:
         batch, plan = prepared.batch, prepared.plan
@@ -165,7 +162,6 @@ class Runner:
                 scores=None if scores is None else scores.fetch(self._device.to_host),
                 began=began,
                 ended=self._device.mark(),
-                num_lent_cores=0 if self._kernels.take_num_lent is None else self._kernels.take_num_lent(),
             )
 
     def _compute(self, batch: Batch) -> tuple[torch.Tensor, BestTokens | None]:

@@ -207,7 +207,7 @@ class Sequence:
         samples = tuple([each._draw() for each in self.drawers]) if end == self.num_tokens else ()
         scored = None if self.prompt_scores is None else self.prompt_scores.of_chunk(start, end)
         self.num_computed_tokens = end
-        return ScheduledSeq(token_ids, start, self.block_table, samples, feed, None, scored)
+        return ScheduledSeq(token_ids, start, self.block_table, samples, feed, scored)
 
     def twin(self) -> Sequence:
         """Another one with the same known tokens, at the same place of its grammar; nothing of it is computed."""

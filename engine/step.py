@@ -22,8 +22,6 @@ from tandem.types import BlockId, RequestId, SamplingParams, TokenId, TokenLogpr
 
 TokenMask: TypeAlias = npt.NDArray[np.uint32]
 """`[ceil(V / 32)]`: bit `t % 32` of word `t // 32` is set where token t may be drawn."""
-AdapterId = NewType("AdapterId", int)
-"""Names an adapter (LoRA) that the runner has loaded."""
 HostRow = NewType("HostRow", int)
 """Index of a block's place in the host tier; ids of its own, no block ids of the pool."""
 
@@ -116,7 +114,6 @@ class ScheduledSeq(NamedTuple):
     feed: int | None = None
     """Set where the last of `token_ids` is not known yet: it is what draw number `feed` of the step launched just
     before brings (the best, of candidates), counted over all its seqs; `token_ids` holds 0 in its place."""
-    adapter_id: AdapterId | None = None
     scored: ScoredTokens | None = None
 
 
@@ -177,5 +174,3 @@ class StepResult:
     seconds: float
     scored: Mapping[int, Scores] = field(default_factory=dict)
     """By number of seq, for those that have `scored`."""
-    num_lent_cores: int = 0
-    """Cores of other workers that computed it too."""

@@ -44,14 +44,14 @@ class DecoderParts:
     """`[V, E]`; None: the rows of `lm_head`."""
     layers: tuple[LayerParts, ...]
     norm: torch.Tensor
-    """`[E]`: the last one."""
+    """`[E]`: weight of the last norm."""
     lm_head: LinearMap
     """E → V."""
     eps: float
-    """Of every norm over E."""
+    """Epsilon of every norm over E."""
     embedding_scale: float
     residual_scale: float
-    """Of what attention and MLP return, normed, before it is added."""
+    """Factor of what attention and MLP return, after their norm and before the sum."""
     num_heads: int
     num_kv_heads: int
     head_dim: int

@@ -139,7 +139,7 @@ class CudaDriver:
         return self._handle("cuDevicePrimaryCtxRetain", self._device(device))
 
     def release_context(self, device: int) -> None:
-        """Gives back one `retain_context`."""
+        """Releases one hold that `retain_context` took."""
         self._call("cuDevicePrimaryCtxRelease_v2", self._device(device))
 
     @contextmanager
@@ -195,7 +195,7 @@ class CudaDriver:
         self._call("cuMemMap", address, size_bytes, 0, handle, 0)
 
     def memory_unmap(self, address: int, size_bytes: int) -> None:
-        """Takes it away again; nothing that uses it may be running."""
+        """Removes the memory behind an address range. No work that uses the range may be running."""
         self._call("cuMemUnmap", address, size_bytes)
 
     def memory_allow(self, address: int, size_bytes: int, device: int) -> None:
@@ -204,7 +204,7 @@ class CudaDriver:
         self._call("cuMemSetAccess", address, size_bytes, byref(access), 1)
 
     def copy_async(self, target: int, source: int, num_bytes: int, stream: int) -> None:
-        """Queues a copy between device addresses; they may be of two devices."""
+        """Queues a copy between device addresses, which may belong to two devices."""
         self._call("cuMemcpyDtoDAsync_v2", target, source, num_bytes, stream)
 
     def stream_create(self) -> int:
@@ -224,22 +224,22 @@ class CudaDriver:
         return self._handle("cuEventCreate", _BLOCKING_SYNC | _DISABLE_TIMING)
 
     def event_record(self, event: int, stream: int) -> None:
-        """It now stands for all that `stream` has queued so far."""
+        """Makes the event stand for all work that `stream` has queued so far."""
         self._call("cuEventRecord", event, stream)
 
     def event_ended(self, event: int) -> bool:
-        """Whether all of that has ended. Raises CudaError if it failed."""
+        """Whether all work before the event has ended. Raises CudaError if the work failed."""
         status = int(self._functions["cuEventQuery"](event))
         if status != _NOT_READY:
             self._check("cuEventQuery", status)
         return status == _SUCCESS
 
     def event_synchronize(self, event: int) -> None:
-        """Returns once all of that has ended. Raises CudaError if it failed."""
+        """Returns once all work before the event has ended. Raises CudaError if the work failed."""
         self._call("cuEventSynchronize", event)
 
     def event_destroy(self, event: int) -> None:
-        """At any time; nothing waits for it any more."""
+        """Destroys the event. Allowed at any time; no wait on the event may follow."""
         self._call("cuEventDestroy_v2", event)
 
     def _allocation(self, device: int) -> MemAllocationProp:

@@ -63,7 +63,7 @@ class SharedAllocation:
         return torch.as_tensor(self.range, device=device)
 
     def close(self) -> None:
-        """Nothing on the device may use it any more. Idempotent. Raises CudaError."""
+        """Frees the memory. No work on the device may use the memory afterwards. Idempotent. Raises CudaError."""
         self._undo.close()
 
 

@@ -23,7 +23,7 @@ MIX64 = "mix64"
 """Name of this digest where two sides agree on one."""
 WORD_BYTES = 8
 _WORDS_AT_A_TIME = 1 << 20
-"""Of the plain version, so that what it holds besides the pool stays small."""
+"""Words that the plain version reads at a time, which bounds its memory beside the pool."""
 
 GOLDEN, MIX_1, MIX_2 = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
 """SplitMix64's constants."""

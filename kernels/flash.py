@@ -49,7 +49,7 @@ MIN_FRESH_TOKENS = 256
 _DTYPES = (torch.bfloat16, torch.float16)
 _MODULE_2, _MODULE_3 = "flash_attn", "flash_attn_interface"
 _FRESH_3 = ("softcap", "window_size", "return_attn_probs")
-"""Without the last one it returns a tuple (before August 2025)."""
+"""Arguments of the call. Without the last one the call returns a tuple (before August 2025)."""
 _PAGED_3 = ("cache_seqlens", "page_table", "cu_seqlens_q", "softcap", "window_size")
 _HOPPER = 9
 """Major compute capability of the GPUs that version 3 is made for."""
@@ -72,7 +72,7 @@ class Run:
 
 
 class FlashLibrary(Protocol):
-    """One of the packages; what its calls have in common."""
+    """Calls that both packages have in common."""
 
     def takes(self, block_size: int) -> bool:
         """Whether `paged` serves such blocks."""

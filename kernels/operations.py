@@ -18,7 +18,6 @@ from kernels.attention import AttentionBackend
 from kernels.gates import Activation, Gate
 from kernels.quantized import QuantizedWeight
 from kernels.sampling import RowMaximum, Sampler
-from shell.core_loans import CoreLoan
 
 if TYPE_CHECKING:
     from kernels.compiled_step import CompiledStep, DecoderParts
@@ -142,9 +141,9 @@ class Operations(Protocol):
         routing: Routing,
         shared_gate: LinearMap | None = None,
     ) -> ExpertMaps | None:
-        """Of scores `[X, E]`, and of each expert its `gated_linear` and `linear`; None where that gains nothing.
-
-        With `shared_gate` `[1, E]` the last of `mlps` is one more, which every token has, by that map's sigmoid.
+        """Returns one map of scores `[X, E]` and each expert's `gated_linear` and `linear`, or None if one map gains
+        nothing. With `shared_gate` `[1, E]` the last of `mlps` is the expert that every token has, scaled by the
+        sigmoid of that gate.
         """
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
@@ -184,12 +183,8 @@ class Kernels:
     """Draws tokens in kernels of its own; None leaves it to `engine.sampler`."""
     row_max: RowMaximum | None = None
     """Serves rows that only want their best token; None leaves them to `engine.row_scan`."""
-    take_thread: Callable[[CoreLoan | None], None] | None = None
-    """Makes the calling thread the one that steps: torch computes alone on it, and its other threads rest.
-
-    With cores that its kernels may borrow, if any."""
-    take_num_lent: Callable[[], int] | None = None
-    """On the thread that steps: how many borrowed cores its kernels had at most since the last call."""
+    take_thread: Callable[[], None] | None = None
+    """Makes the calling thread the one that steps: torch computes alone on it, and its other threads rest."""
     full_tokens: int | None = None
     """Prompt tokens of a step beyond which more do not make any of them cheaper; None = not known."""
     compile_step: Callable[[DecoderParts], CompiledStep | None] | None = None

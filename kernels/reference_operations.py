@@ -33,7 +33,7 @@ class ReferenceOperations:
         return PlainLinear(dequantized(weight), bias)
 
     def tied_embedding(self, linear: LinearMap) -> None:
-        """See `Operations.tied_embedding`: a plain weight is held as it came."""
+        """Holds a plain weight as it came; see `Operations.tied_embedding`."""
 
     def gated_linear(
         self, weight: torch.Tensor | QuantizedWeight, bias: torch.Tensor | None, gate: Gate = Activation.SILU
@@ -48,7 +48,7 @@ class ReferenceOperations:
         routing: Routing,
         shared_gate: LinearMap | None = None,
     ) -> None:
-        """See `Operations.experts`: one by one."""
+        """Computes experts one by one; see `Operations.experts`."""
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         """See `Operations.rms_norm`; any number of leading dimensions."""

@@ -31,7 +31,7 @@ class DrawParams:
 
 
 class RowMaximum(Protocol):
-    """Finds the greatest value of each row, wherever it runs fastest."""
+    """Finds the greatest value of each row by the fastest means of the device."""
 
     def __call__(self, rows: torch.Tensor) -> torch.Tensor:
         """Rows `[R, V]` of the model's dtype → lowest indices `[R]` int64 of their maxima.

@@ -35,7 +35,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from kvtransfer.host_rows import HostRows
+from kvtransfer.rows import Rows
 from tandem.errors import TransferError
 from tandem.kv_layout import KvLayout
 from tandem.types import BlockId, Incarnation
@@ -208,16 +208,16 @@ class Sender(Protocol):
 class Staging(Protocol):
     """Copies between a pool and rows of host memory, `[R, block_bytes]`. Even a cancelled call ends with its copy.
 
-    Keeps no reference to `HostRows.rows`, not even in the traceback of an error: the memory may be unmapped next.
+    Keeps no reference to `Rows.array`, not even in the traceback of an error: the memory may be unmapped next.
     """
 
     num_blocks: int
     """N of the pool."""
 
-    async def copy_out(self, block_ids: Sequence[BlockId], into: HostRows, rows: Sequence[int]) -> None:
+    async def copy_out(self, block_ids: Sequence[BlockId], into: Rows, rows: Sequence[int]) -> None:
         """Block `block_ids[i]` → row `rows[i]`. The blocks must not change meanwhile. Raises TransferError."""
 
-    async def copy_in(self, source: HostRows, rows: Sequence[int], block_ids: Sequence[BlockId]) -> None:
+    async def copy_in(self, source: Rows, rows: Sequence[int], block_ids: Sequence[BlockId]) -> None:
         """Row `rows[i]` → block `block_ids[i]`, which nobody may read or write meanwhile. Raises TransferError."""
 
 

@@ -21,7 +21,6 @@ import numpy as np
 
 from kvtransfer.base import TransferReport
 from kvtransfer.frame import Frame, FrameType
-from kvtransfer.local_pool import LocalPool
 from kvtransfer.messages import (
     MAX_BLOCKS_PER_WRITE,
     OUT_OF_MEMORY,
@@ -31,7 +30,8 @@ from kvtransfer.messages import (
     decode_window,
     digest_of,
 )
-from kvtransfer.room import Room, give_up
+from kvtransfer.pool import Pool
+from kvtransfer.ring import Loan, give_up
 from kvtransfer.ticket import Ticket
 from kvtransfer.timing import Timing
 from kvtransfer.transport import FrameSink, SendingLane
@@ -52,7 +52,7 @@ class _Placing(NamedTuple):
 
     first: int
     sources: tuple[BlockId, ...]
-    room: Room
+    loan: Loan
     placed: asyncio.Future[tuple[int, ...]]
 
 
@@ -64,7 +64,7 @@ class OutgoingHandoff:
         ticket: Ticket,
         sink: FrameSink,
         lane: SendingLane,
-        pool: LocalPool,
+        pool: Pool,
         clock: Clock,
         timing: Timing,
         progress: Callable[[], int],
@@ -83,9 +83,9 @@ class OutgoingHandoff:
         self._window = 0
         """WRITEs that may be unanswered at a time; 0 = the ticket is not accepted yet."""
         self._unanswered = 0
-        self._rooms: deque[Room] = deque()
+        self._loans: deque[Loan] = deque()
         """Of WRITEs that are not answered, in their order."""
-        self._placed: list[Room] = []
+        self._placed: list[Loan] = []
         """Of pieces that are not announced."""
         self._num_writes = 0
         self._busy_s = 0.0
@@ -116,9 +116,9 @@ class OutgoingHandoff:
         while start < len(source_blocks):
             if len(placing) == PIECES_AHEAD:
                 await self._write(placing.popleft(), sending)
-            room = await self._room(min(step, len(source_blocks) - start), placing, sending)
-            sources = source_blocks[start : start + room.num_blocks]
-            placing.append(self._place(first + start, sources, room))
+            loan = await self._borrow(min(step, len(source_blocks) - start), placing, sending)
+            sources = source_blocks[start : start + loan.num_blocks]
+            placing.append(self._place(first + start, sources, loan))
             start += len(sources)
         await self._write_all(placing, sending)
         for each in sending:
@@ -158,8 +158,8 @@ class OutgoingHandoff:
                 self._window = decode_window(frame.payload)
             case FrameType.WRITE_OK:
                 self._unanswered = max(0, self._unanswered - 1)
-                if self._rooms:
-                    self._rooms.popleft().release()
+                if self._loans:
+                    self._loans.popleft().release()
             case FrameType.COMMITTED:
                 self._committed = self._error is None
                 self._release_if_quiet()
@@ -201,10 +201,11 @@ class OutgoingHandoff:
         start = first - self._ticket.first_block
         return slice(start, start + num_blocks)
 
-    async def _room(self, num_blocks: int, placing: deque[_Placing], sending: list[asyncio.Future[None]]) -> Room:
-        """Waits until one more WRITE may be sent and has room, after it has announced all of `placing` if need be.
+    async def _borrow(self, num_blocks: int, placing: deque[_Placing], sending: list[asyncio.Future[None]]) -> Loan:
+        """Waits until one more WRITE may be sent and has a loan; announces all of `placing` first if need be.
 
-        For the answers to those, and their rooms, may be what it waits for. Raises as `_until`; then holds nothing.
+        For the answers to those, and the loans that these give back, may be what it waits for. Raises as `_until`; then
+        holds nothing.
         """
         if self._unanswered >= self._window:
             await self._write_all(placing, sending)
@@ -215,7 +216,7 @@ class OutgoingHandoff:
         try:
             if not wanted.done():
                 await self._write_all(placing, sending)
-                await self._until(wanted.done, self._room_progress)
+                await self._until(wanted.done, self._row_progress)
         except BaseException:
             give_up(wanted)
             raise
@@ -223,10 +224,10 @@ class OutgoingHandoff:
         self._placed.append(wanted.result())
         return wanted.result()
 
-    def _place(self, first: int, sources: tuple[BlockId, ...], room: Room) -> _Placing:
+    def _place(self, first: int, sources: tuple[BlockId, ...], loan: Loan) -> _Placing:
         targets = self._ticket.blocks[self._span(first, len(sources))]
-        placed = self._lend(asyncio.ensure_future(self._lane.place(sources, targets, room)))
-        return _Placing(first, sources, room, placed)
+        placed = self._lend(asyncio.ensure_future(self._lane.place(sources, targets, loan)))
+        return _Placing(first, sources, loan, placed)
 
     async def _write_all(self, placing: deque[_Placing], sending: list[asyncio.Future[None]]) -> None:
         while placing:
@@ -240,9 +241,9 @@ class OutgoingHandoff:
         self._checksums[span], self._is_placed[span] = checksums, True
         seq, self._num_writes = self._num_writes, self._num_writes + 1
         write = Frame(FrameType.WRITE, self._ticket.number, seq, Write(piece.first, checksums).encode())
-        self._placed.remove(piece.room)
-        self._rooms.append(piece.room)
-        sent = self._lane.announce(self._sink, write, piece.sources, piece.room)
+        self._placed.remove(piece.loan)
+        self._loans.append(piece.loan)
+        sent = self._lane.announce(self._sink, write, piece.sources, piece.loan)
         before = tuple(sending)
         sending[:] = [] if sent is None else [self._lend(sent)]
         for each in before:
@@ -265,20 +266,19 @@ class OutgoingHandoff:
     def _release_if_quiet(self) -> None:
         """Once it has ended: gives back what answers that will not come would have."""
         if (self._committed or self._error is not None) and not self._in_flight:
-            for room in (*self._placed, *self._rooms):
-                room.release()
+            for loan in (*self._placed, *self._loans):
+                loan.release()
             self._placed.clear()
-            self._rooms.clear()
+            self._loans.clear()
 
     def _say_drained(self) -> None:
         self._drained_due = bool(self._in_flight)
         if not self._drained_due:
             self._send(FrameType.DRAINED)
 
-    def _room_progress(self) -> int:
-        """Grows while others are done with rows, too."""
-        ring = self._pool.ring
-        return self._progress() + (0 if ring is None else ring.leaving.num_returned)
+    def _row_progress(self) -> int:
+        """Grows while others give rows back, too."""
+        return self._progress() + self._pool.leaving.num_returned
 
     async def _until(self, ready: Callable[[], bool], progress: Callable[[], int] | None = None) -> None:
         """Waits for an answer. Raises the hand-off's error, or PeerLost once the connection stands still."""

@@ -11,7 +11,7 @@ from typing import Protocol
 
 from kvtransfer.base import Fingerprints
 from kvtransfer.fields import decode_fields, encode_fields, required, required_int, with_prefix
-from kvtransfer.local_pool import LocalPool
+from kvtransfer.pool import Pool
 from tandem.errors import FrameError, HandshakeMismatch
 from tandem.types import Incarnation
 
@@ -46,7 +46,7 @@ class Hello:
     """See `Speaker`; never compared."""
 
     @classmethod
-    def of(cls, pool: LocalPool, speaker: Speaker) -> Hello:
+    def of(cls, pool: Pool, speaker: Speaker) -> Hello:
         """What this side says of itself."""
         prints = fingerprint_fields(pool.fingerprints)
         return cls(pool.incarnation, speaker.name, pool.num_blocks, speaker.verify, prints, speaker.details)

@@ -15,7 +15,7 @@ from kvtransfer.connection import Connection
 from kvtransfer.frame import Frame, FrameType
 from kvtransfer.handoff import OutgoingHandoff
 from kvtransfer.handshake import Hello
-from kvtransfer.local_pool import LocalPool
+from kvtransfer.pool import Pool
 from kvtransfer.ticket import Ticket
 from kvtransfer.timing import Timing
 from kvtransfer.transport import SendingLane
@@ -31,7 +31,7 @@ class Link:
         connection: Connection,
         lane: SendingLane,
         peer: Hello,
-        pool: LocalPool,
+        pool: Pool,
         clock: Clock,
         timing: Timing,
     ) -> None:
@@ -82,7 +82,7 @@ class Link:
     def send(
         self, frame: Frame, inline: Sequence[memoryview] = (), *, urgent: bool = False
     ) -> asyncio.Future[None] | None:
-        """See `Connection.send`. A hand-off's DRAINED is its last word: it is forgotten."""
+        """See `Connection.send`. A hand-off that has said DRAINED is forgotten."""
         if frame.type is FrameType.DRAINED:
             self._handoffs.pop(frame.transfer, None)
         return self._connection.send(frame, inline, urgent=urgent)

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple, TypeVar
 import numpy as np
 import torch
 
-from kvtransfer.local_pool import LocalPool
+from kvtransfer.pool import Pool
 from kvtransfer.to_its_end import thread_to_its_end
 from shell.config import keep_ucx_off_other_processes
 from tandem.errors import InternalError, PeerLost, TransferError
@@ -91,8 +91,8 @@ class Agent:
     No exception of NIXL's leaves it: the frames that come with one would keep the agent alive.
     """
 
-    def __init__(self, pool: LocalPool) -> None:
-        blocks = torch.from_numpy(pool.rows) if pool.device is None else pool.device.blocks
+    def __init__(self, pool: Pool) -> None:
+        blocks = torch.from_numpy(pool.rows.array) if pool.device is None else pool.device.blocks
         self._blocks = blocks  # held, so that the memory outlives the agent
         self._nixl: Any = None
         self._region: Any = None

@@ -14,8 +14,8 @@ from collections.abc import Callable, Sequence
 from kvtransfer.base import BlockRef, BlockRefs, Fingerprints, HandoffListener, Offer, PoolMemory
 from kvtransfer.connection import Connection
 from kvtransfer.endpoint import Endpoint
-from kvtransfer.local_pool import open_pool
 from kvtransfer.offers import OfferTable
+from kvtransfer.pool import Pool
 from kvtransfer.session import Session
 from kvtransfer.timing import Timing
 from kvtransfer.transport import Acceptor, Fields, ListenOptions, ReceivingLane, Transport, TransportFull
@@ -56,7 +56,7 @@ class KvReceiver:
         """
         self._transports = named(transports, known)
         self._options = ListenOptions(listen_host, listen_port, advertise_host or listen_host, tls)
-        self._pool = open_pool(memory, fingerprints)
+        self._pool = Pool(memory, fingerprints)
         self._table = OfferTable(memory.incarnation, fingerprints.layout.fingerprint(), self._pool.num_blocks, clock)
         self._timing = timing or Timing()
         self._endpoint = b""

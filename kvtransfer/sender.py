@@ -20,7 +20,7 @@ from kvtransfer.endpoint import Endpoint
 from kvtransfer.frame import Frame, FrameType
 from kvtransfer.handshake import Hello, agreed_verify, compare
 from kvtransfer.link import Link
-from kvtransfer.local_pool import open_pool
+from kvtransfer.pool import Pool
 from kvtransfer.ticket import Ticket
 from kvtransfer.timing import Timing
 from kvtransfer.transport import Fields, SendingLane, Transport, TransportFull, TransportStatus
@@ -49,7 +49,7 @@ class KvSender:
         """`tls` is for what leaves the machine; None = plain. Raises ConfigError on a transport that is not known."""
         self._is_forced = transport != AUTO
         self._transports = named((transport,), known) if self._is_forced else known
-        self._pool = open_pool(memory, fingerprints)
+        self._pool = Pool(memory, fingerprints)
         self._statuses: dict[str, TransportStatus] = {}
         self._clock = clock
         self._timing = timing or Timing()

@@ -14,9 +14,9 @@ import logging
 from kvtransfer.connection import Connection, expect
 from kvtransfer.frame import Frame, FrameType
 from kvtransfer.handshake import Hello, agreed_verify, compare
-from kvtransfer.local_pool import LocalPool
 from kvtransfer.messages import OUT_OF_MEMORY, Commit, Write, encode_error, encode_window
 from kvtransfer.offers import OfferTable
+from kvtransfer.pool import Pool
 from kvtransfer.transport import ReceivingLane
 from tandem.errors import FrameError, HandshakeMismatch, PeerLost, TransferError
 from tandem.types import BlockId
@@ -34,7 +34,7 @@ class Session:
         self,
         connection: Connection,
         lane: ReceivingLane,
-        pool: LocalPool,
+        pool: Pool,
         table: OfferTable,
         handshake_s: float,
     ) -> None:

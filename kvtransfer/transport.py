@@ -11,8 +11,8 @@ Both lanes then live through one connection, in this order:
            → per WRITE: reserve, place and announce | receive, checksums and settle → close → closed
 
 A lane decides where blocks are read and written: where it does not reach a pool, the lane itself lets blocks pass
-through rows of host memory (`LocalPool.ring`, `copy_out`, `copy_in`), and no one else does. Those rows are few, so each
-WRITE begins with `reserve`.
+through rows of host memory (`Pool.stage`, `settle`), and no one else does. Those rows are few, so each WRITE begins
+with `reserve`.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from kvtransfer.base import BlockRef
 from kvtransfer.connection import Connection
 from kvtransfer.frame import Frame
 from kvtransfer.handshake import Hello, Speaker
-from kvtransfer.local_pool import LocalPool
-from kvtransfer.room import Room
+from kvtransfer.pool import Pool
+from kvtransfer.ring import Loan
 from tandem.errors import TransferError
 from tandem.security.tls import ClientTls, ServerTls
 from tandem.types import BlockId
@@ -106,21 +106,21 @@ class SendingLane(Lane, Protocol):
     def make_ready(self, targets: Sequence[BlockRef]) -> None:
         """A hand-off into these blocks of the peer has begun: what this end will write can be mapped. Never waits."""
 
-    def reserve(self, num_blocks: int) -> asyncio.Future[Room]:
-        """Room for one WRITE of 1 to `num_blocks` blocks, once there is any; see `room.unbounded`.
+    def reserve(self, num_blocks: int) -> asyncio.Future[Loan]:
+        """Returns a future of a loan for one WRITE of 1 to `num_blocks` blocks; see `ring.Ring`.
 
-        Whoever does not want it any more calls `room.give_up`. The room is released when the WRITE was answered or its
+        Whoever does not want it any more calls `ring.give_up`. The loan is released when the WRITE was answered or its
         hand-off has ended; the lane may do so earlier.
         """
 
-    async def place(self, sources: Sequence[BlockId], targets: Sequence[BlockRef], room: Room) -> tuple[int, ...]:
+    async def place(self, sources: Sequence[BlockId], targets: Sequence[BlockRef], loan: Loan) -> tuple[int, ...]:
         """Before the WRITE: stages the sources if need be and, if this end writes the peer's memory, copies them.
 
         Returns the 8 bytes that verify each block. Never cancelled; raises TransferError.
         """
 
     def announce(
-        self, sink: FrameSink, write: Frame, sources: Sequence[BlockId], room: Room
+        self, sink: FrameSink, write: Frame, sources: Sequence[BlockId], loan: Loan
     ) -> asyncio.Future[None] | None:
         """Queues the WRITE and whatever has to follow it. Never waits.
 
@@ -132,7 +132,7 @@ class ReceivingLane(Lane, Protocol):
     """The receiver's end."""
 
     peer_writes: bool
-    """Whether the peer writes into the pool by itself, so that it has to prove that it stopped.
+    """Whether the peer itself writes into the pool, so that it has to prove that it stopped.
 
     False = only `receive` and `settle` write, and nothing is written once they have returned.
     """
@@ -141,7 +141,7 @@ class ReceivingLane(Lane, Protocol):
         """Sends this side's first frame, and what has to come along with it. Raises TransferError."""
 
     def expect(self, num_transfers: int) -> None:
-        """So many transfers are open from now on; while none is, the peer writes nothing. Never waits."""
+        """`num_transfers` are open from now on; while none is, the peer writes nothing. Never waits."""
 
     async def receive(
         self, connection: Connection, blocks: Sequence[BlockId], num_bytes: int, wanted: Callable[[], bool]
@@ -191,14 +191,14 @@ class Transport(Protocol):
     def probe(self, device: torch.device) -> TransportStatus:
         """Whether it works on this machine for pools on `device`."""
 
-    def listen(self, pool: LocalPool, options: ListenOptions) -> Acceptor:
+    def listen(self, pool: Pool, options: ListenOptions) -> Acceptor:
         """Raises ConfigError if it cannot listen, or not for this pool."""
 
-    def unreachable(self, pool: LocalPool, fields: Fields) -> str | None:
+    def unreachable(self, pool: Pool, fields: Fields) -> str | None:
         """Why `auto` should not try the receiver that has these endpoint fields; None = it should.
 
         A clause without a subject's name ("it is on another machine"), for log and errors; it never raises.
         """
 
-    async def dial(self, pool: LocalPool, fields: Fields, tls: ClientTls | None) -> tuple[socket.socket, SendingLane]:
+    async def dial(self, pool: Pool, fields: Fields, tls: ClientTls | None) -> tuple[socket.socket, SendingLane]:
         """Connects; the caller sets the deadline, and closes both. Raises OSError, TransferError, TransportFull."""

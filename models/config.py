@@ -48,7 +48,7 @@ class ExpertConfig:
     num_active: int
     intermediate_size: int
     shared_intermediate_size: int | None
-    """Of the expert that every token has."""
+    """Intermediate size of the expert that every token has."""
     adds_to_one: bool
     """The shares of a token's experts."""
     gate: Gate
@@ -67,7 +67,7 @@ class ModelConfig(ModelShape):
     rms_norm_eps: float
     rope: RopeConfig
     local_rope: RopeConfig | None
-    """Of layers with a window, if it is another."""
+    """Rope of layers with a window, if it differs from the other layers' rope."""
     rotated: tuple[bool, ...]
     """Whether each layer rotates q and k."""
     tied: bool
@@ -77,21 +77,21 @@ class ModelConfig(ModelShape):
     mlp_bias: bool
     qk_norm: bool
     whole_qk_norm: bool
-    """Over all heads of a row as one."""
+    """Whether q and k are normed over all heads of a row together."""
     windows: tuple[int | None, ...]
     """Sliding window of each layer in tokens, the query itself included; None sees all."""
     activation: Activation
     norms: LayerNorms
     norm_offset: bool
     wide_norms: bool
-    """Norms multiply by float32 weights before they round."""
+    """Whether norms multiply by float32 weights before they round."""
     fused_qkv: bool
     fused_gate_up: bool
     rotates_neighbours: bool
     """See `models.family.Family`."""
     embedding_scale: float
     residual_scale: float
-    """Of what attention and MLP return, before it is added."""
+    """Factor of what attention and MLP return, before the sum."""
     score_scale: float
     score_cap: float | None
     sinks: bool
@@ -161,7 +161,7 @@ def load_model_config(path: Path, context_tokens: int | None = None) -> ModelCon
 
 
 def _read_factors(config: ConfigJson, rope: RopeConfig, head_dim: int) -> LongRopeScaling:
-    """Of longrope, one for each frequency."""
+    """Reads longrope's factors, one for each frequency."""
     scaling, count = rope.scaling, int(head_dim * rope.rotated_share) // 2
     assert isinstance(scaling, LongRopeScaling)
     for factors in (scaling.short_factors, scaling.long_factors):
@@ -258,7 +258,7 @@ def _read_score_scale(config: ConfigJson, family: Family, head_dim: int) -> floa
 
 
 def _read_soft_caps(config: ConfigJson, family: Family) -> tuple[float | None, float | None]:
-    """Of scores and of logits."""
+    """Reads the soft caps of scores and of logits."""
     score_key, logit_key = "attn_logit_softcapping", "final_logit_softcapping"
     score_cap, logit_cap = (
         config.number(key) if config.has(key) else None if config.mentions(key) else absent

@@ -25,7 +25,7 @@ class ConfigJson:
 
     @classmethod
     def read(cls, path: Path) -> ConfigJson:
-        """Reads `path`. Raises CheckpointError if it is missing or no JSON object."""
+        """Reads `path`. Raises CheckpointError if the file is missing or holds no JSON object."""
         try:
             items = json.loads(path.read_text(encoding="utf-8"))
         except FileNotFoundError as error:
@@ -62,7 +62,7 @@ class ConfigJson:
         return key in self._items
 
     def section(self, key: str) -> ConfigJson:
-        """The object under `key`; empty if it is absent or null."""
+        """Returns the object under `key`; an absent or null key gives an empty object."""
         value = self._items.get(key)
         if value is None:
             return ConfigJson(self._path, {}, f"{self._prefix}{key}.")
@@ -71,7 +71,7 @@ class ConfigJson:
         return ConfigJson(self._path, value, f"{self._prefix}{key}.")
 
     def sections(self) -> tuple[ConfigJson, ...]:
-        """Every object directly within this one."""
+        """Returns every object directly within this object."""
         return tuple(self.section(key) for key, value in self._items.items() if isinstance(value, dict))
 
     def integer(self, key: str, default: int | None = None, minimum: int = 1) -> int:

@@ -101,7 +101,7 @@ class Scales:
 
     embedding: float = 1.0
     residual: float = 1.0
-    """Of what attention and MLP return, before it is added."""
+    """Factor of what attention and MLP return, before the sum."""
     logit_divisor: float = 1.0
     logit_cap: float | None = None
     """c: logits x become `c * tanh(x / c)`."""
@@ -197,7 +197,7 @@ class Decoder:
         metadata: AttentionMetadata,
         sample_rows: torch.Tensor,
     ) -> torch.Tensor:
-        """One operation after the other."""
+        """Computes the hidden rows, operation by operation."""
         hidden = self.embedding(token_ids)  # [T, E]
         if self.scales.embedding != 1.0:
             hidden = hidden * self.scales.embedding

@@ -96,7 +96,7 @@ class GroupedExperts:
 def grouped_experts(
     weights: Sequence[Sequence[torch.Tensor]], activate: Callable[[torch.Tensor], torch.Tensor]
 ) -> GroupedExperts:
-    """Of each expert's gate `[I, E]`, up `[I, E]` and down `[E, I]`."""
+    """Groups the experts: gate `[I, E]`, up `[I, E]` and down `[E, I]` of each."""
     gate_up = torch.stack([torch.cat((gate, up)) for gate, up, _ in weights])
     return GroupedExperts(gate_up, torch.stack([down for _, _, down in weights]), activate)
 

@@ -20,7 +20,7 @@ class Bias(enum.Enum):
     CONFIGURED = "configured"
     """As config.json says: `attention_bias` for attention, `mlp_bias` for the MLP."""
     NAMED = "named"
-    """As `qkv_bias` of config.json says; with one if it is silent."""
+    """Bias as `qkv_bias` of config.json says; a bias if the key is absent."""
 
 
 class Windows(enum.Enum):
@@ -64,13 +64,13 @@ class ExpertNames:
 
     size_key: str = "moe_intermediate_size"
     block: str = "mlp"
-    """Of a layer: holds the router (`gate`) and `experts`."""
+    """Name of a layer's block that holds the router (`gate`) and `experts`."""
     projections: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
-    """Of an expert: gate, up, down."""
+    """Names of an expert's gate, up and down projections."""
     adds_to_one: bool | None = None
     """Whether the shares of a token's experts do; None: as `norm_topk_prob` says."""
     shared: bool = False
-    """Every token has one more expert, `shared_expert`."""
+    """Whether every token has a further expert, `shared_expert`."""
     router: str = "gate"
     stacked: bool = False
     """A tensor holds all experts, inputs first, gate and up in turns; router and experts have biases (gpt-oss)."""
@@ -89,9 +89,9 @@ class Family:
     output_bias: Bias = Bias.NEVER
     mlp_bias: Bias = Bias.NEVER
     qk_norm: bool = False
-    """RMSNorm over q and k before they are rotated."""
+    """Whether RMSNorm is applied to q and k before the rotation."""
     whole_qk_norm: bool = False
-    """It takes all heads of a row as one, not each head."""
+    """Whether that norm takes all heads of a row together, instead of each head."""
     windows: Windows = Windows.NONE
     absent_bias: bool = False
     """If config.json has no `attention_bias`."""
@@ -105,13 +105,13 @@ class Family:
     norm_offset: bool = False
     """Norms multiply by 1 + weight."""
     wide_norms: bool = False
-    """Norms multiply by their weight before they round; implied by `norm_offset`."""
+    """Whether norms multiply by their weight before they round; `norm_offset` implies it."""
     scaled_embedding: bool = False
     """Embeddings are multiplied by the root of `hidden_size`."""
     query_scale: bool = False
     """Scores are divided by the root of `query_pre_attn_scalar`, not of the head's size."""
     soft_caps: tuple[float | None, float | None] = (None, None)
-    """Of scores and of logits, if config.json does not mention them."""
+    """Soft caps of scores and of logits, if config.json does not mention them."""
     multipliers: bool = False
     """`embedding_multiplier`, `residual_multiplier`, `attention_multiplier`, `logits_scaling`."""
     local_theta: float | None = None
@@ -128,12 +128,13 @@ class Family:
     unrotated: bool = False
     """Some layers do not rotate q and k (`no_rope_layers`)."""
     experts: ExpertNames | None = None
-    """Of layers that have them in the place of an MLP."""
+    """Names of experts, in layers that have experts instead of an MLP."""
     fused_qkv: bool = False
     """The checkpoint holds q, k and v as one tensor."""
     fused_gate_up: bool = False
     rotated_share: float | None = None
-    """Of a head's dimensions, if config.json has no `partial_rotary_factor`; None: all; any other share is refused."""
+    """Share of a head's dimensions that are rotated, if config.json has no `partial_rotary_factor`; None rotates all.
+    Any other share is refused."""
     rotates_neighbours: bool = False
     """Dimensions 2i and 2i + 1 are a pair; else i and i + half of those that are rotated."""
     absent_head_dim: int | None = None

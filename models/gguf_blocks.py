@@ -29,7 +29,7 @@ class Blocks:
 
     name: str
     num_inputs: int
-    """Of one block."""
+    """Number of inputs of one block."""
     num_bytes: int
     decode: Callable[[torch.Tensor, torch.dtype], QuantizedWeight]
     """Blocks `[out, blocks, bytes]` uint8 and the activations' dtype → the weight."""
@@ -91,7 +91,9 @@ def _k_scales(blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _k_codes(codes: torch.Tensor) -> torch.Tensor:
-    """Of Q4_K and Q5_K: 32 bytes hold two groups, one in the low halves; `[out, blocks, 128]` → `[…, 8, 32]`."""
+    """Unpacks codes of Q4_K and Q5_K: 32 bytes hold two groups, the first in the low halves; `[out, blocks, 128]` →
+    `[…, 8, 32]`.
+    """
     return _halves(codes.reshape(*codes.shape[:2], 4, _GROUP)).view(*codes.shape[:2], 8, _GROUP)
 
 

@@ -71,7 +71,7 @@ class GgufStore:
 
     @property
     def method(self) -> str | None:
-        """How weights are stored, or None if they are plain."""
+        """How weights are stored, or None if weights are plain."""
         names = {BLOCKS[each.kind].name for each in self._gguf.tensors.values() if each.kind in BLOCKS}
         return f"gguf {', '.join(sorted(names))}" if names else None
 

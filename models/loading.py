@@ -352,7 +352,7 @@ class _DecoderBuilder:
         return self._operations.linear(*self._map(names, bias=bias))
 
     def _map(self, names: tuple[str, ...], *, bias: bool) -> tuple[torch.Tensor | QuantizedWeight, torch.Tensor | None]:
-        """Weight and bias of a linear map, those of all `names` stacked."""
+        """Returns weight and bias of a linear map: those of all `names`, stacked."""
         weight = self._form_of(tuple(f"{name}.weight" for name in names))
         return weight, torch.cat([self._read(f"{name}.bias") for name in names]) if bias else None
 

@@ -31,7 +31,7 @@ class Servable:
 
     checkpoint: CheckpointInfo
     implementation: str
-    """Whose code computes it."""
+    """Name of the implementation that computes the model."""
     quantization: str | None
     """`quant_method`, or `gguf`; None = plain."""
 

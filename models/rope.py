@@ -69,7 +69,7 @@ class RotaryEmbedding:
 
 
 class NoRotation(RotaryEmbedding):
-    """Of layers that do not rotate q and k: every angle is 0."""
+    """Rotation of layers that do not rotate q and k: every angle is 0."""
 
     __slots__ = ()
 

@@ -71,7 +71,7 @@ class LongRopeScaling:
 
     @property
     def factors(self) -> tuple[float, ...]:
-        """Those that are taken."""
+        """Factors in use."""
         return self.long_factors if self.is_long else self.short_factors
 
     def within(self, context_tokens: int) -> LongRopeScaling:
@@ -89,7 +89,7 @@ class RopeConfig:
     theta: float
     scaling: RopeScaling | None
     rotated_share: float = 1.0
-    """Of a head's dimensions."""
+    """Share of a head's dimensions that are rotated."""
 
 
 def stretched_context(scaling: RopeScaling | None, max_position_embeddings: int) -> int:

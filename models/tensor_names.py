@@ -13,7 +13,7 @@ LM_HEAD = "lm_head.weight"
 
 MLP_PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
 STACKED_PROJECTIONS = ("gate_up_proj", "down_proj")
-"""Of experts that are one tensor."""
+"""Projections of experts that lie in one tensor."""
 
 Shape = tuple[int, ...]
 

@@ -32,7 +32,7 @@ _WEIGHT = ".weight"
 _DERIVED = ".rotary_emb.inv_freq"
 """Old checkpoints store these frequencies, which follow from config.json; they are not read."""
 _KV_SCALES = (".q_scale", ".k_scale", ".v_scale")
-"""Of a quantised checkpoint, for KV in 8 bits; they are not read either."""
+"""Scales of a quantised checkpoint for KV in 8 bits, which are not read."""
 
 
 class TensorStore:
@@ -81,7 +81,7 @@ class TensorStore:
 
     @property
     def method(self) -> str | None:
-        """How weights are stored, or None if they are plain."""
+        """How weights are stored, or None if weights are plain."""
         return self._quantization.method if self._quantization else None
 
     @property

@@ -64,7 +64,7 @@ class Turns:
 
 
 _turns: Turns | None = None
-"""Of the model that computes now, if it leaves its rotations to attention; one thread computes."""
+"""Rotations of the model that computes now, if the model leaves them to attention; one thread computes."""
 
 
 @contextmanager
@@ -115,7 +115,7 @@ class Probe:
     kv_shapes: set[tuple[int, int]] = field(default_factory=set)
     """`(num_kv_heads, head_dim)`."""
     turned: list[torch.Tensor] = field(default_factory=list)
-    """Q and k of each layer as attention multiplies them."""
+    """Q and k of each layer, as attention multiplies them."""
 
     def attend(
         self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rules: dict[str, Any]
@@ -168,7 +168,7 @@ class Paged:
     step: tuple[torch.Tensor, AttentionMetadata, Rotation] | None = None
     """KV cache `[N, L, 2, Hkv, S, D]`, and a rotation that turns nothing, for layers that have turned, or turn not."""
     rotations: list[tuple[torch.Tensor, Rotation]] = field(default_factory=list)
-    """Of the step, by the model's cos."""
+    """Rotations of the step, by the model's cos."""
 
     def attend(
         self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rules: dict[str, Any]

@@ -156,7 +156,7 @@ def build(
 
 
 def _probe(base: nn.Module, device: torch.device, turns: Turns | None, operations: Operations) -> Probe:
-    """Of a pass over a few tokens."""
+    """Probes a pass over a few tokens."""
     probe = Probe(operations)
     _seat(base, probe)
     tokens = torch.arange(_PROBED_TOKENS, device=device)[None]

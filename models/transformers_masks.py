@@ -18,7 +18,8 @@ _FAR = (1 << 20) - 1
 """A position beyond every window."""
 
 Sees = Callable[..., torch.Tensor]
-"""Of batch, head, positions of queries and of keys, as transformers calls it: whether the query sees the key."""
+"""Mask function of transformers: from batch, head, positions of queries and of keys to whether the query sees the key.
+"""
 
 
 class UnsupportedModel(Exception):

@@ -7,21 +7,17 @@ Knows every part and decides nothing about prompts (see `worker`).
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from opentelemetry.trace import Tracer
 
 from engine.guides import Guides
-from engine.loading import EngineOptions
-from kvtransfer.sender import KvSender
-from kvtransfer.timing import Timing
+from engine.loading import EngineRole
 from models.grammar import GrammarCompiler
-from prefill_worker.scheduler import BatchLimits
-from prefill_worker.worker import PrefillWorker, WorkerParts
+from prefill_worker.prompt_line import LineLimits
+from prefill_worker.prompts import PromptPolicy
+from prefill_worker.worker import new_prefill_worker
 from shell.config import PrefillConfig
 from shell.rpc.process import StopSignal
 from tandem.types import Role
-from worker.outgoing_transfer import OutgoingPolicy
 from worker.serving.app import Foundation, run_worker
 
 
@@ -33,23 +29,11 @@ def run(config: PrefillConfig) -> int:
 async def serve(config: PrefillConfig, tracer: Tracer | None, stop: StopSignal) -> None:
     """Loads, serves and drains one worker. Raises ConfigError, CheckpointError."""
     base = Foundation.lay(Role.PREFILL, config, tracer)
-    options = EngineOptions.of_worker(config, base.checkpoint.path, shared_kv=False)
-    options = replace(options, prefills_only=True)
-    async with base.engine(options, stop) as engine:
-        sender = KvSender(
-            base.pool_memory(engine),
-            base.fingerprints(engine),
-            base.clock,
-            config.transport,
-            tls=base.security.outgoing.tls,
-            timing=Timing(lease_s=config.lease_s),
-        )
-        guides = Guides(GrammarCompiler.of(base.checkpoint))
-        parts = WorkerParts(engine.thread, engine.cache, sender, base.validator, base.clock, base.observer, guides)
-        limits = BatchLimits(engine.chunk_tokens.alone, engine.max_seqs)
-        policy = OutgoingPolicy(overlap=config.overlap)
+    async with base.engine(EngineRole(prefills_only=True), stop) as engine:
+        sender, guides = base.sender(engine), Guides(GrammarCompiler.of(base.checkpoint))
+        policy = PromptPolicy(LineLimits(engine.max_seqs), engine.max_sequence_tokens, engine.chunk_tokens.alone)
         try:
-            worker = PrefillWorker(parts, limits, policy, engine.max_sequence_tokens)
+            worker = new_prefill_worker(base.parts(engine, guides), sender, policy)
             await base.serve(worker, base.info(engine), stop, engine.cache)
         finally:
             guides.close()

@@ -54,8 +54,8 @@ class AdmissionQueue:
             wait_s = self.expected_wait_s(priority)
             raise Overloaded(f"{self.num_queued + num_coming} requests wait already", _retry_after_s(wait_s))
 
-    def enter(self, entry: Entry, patience_s: float | None) -> bool:
-        """True: it runs. False: it waits. Raises Overloaded if it can do neither in `patience_s`."""
+    def enter(self, entry: Entry, remaining_s: float | None) -> bool:
+        """True: it runs. False: it waits. Raises Overloaded if it can do neither in `remaining_s`."""
         if self.num_active < self.max_active and not self.num_queued:
             self.num_active += 1
             return True
@@ -64,9 +64,9 @@ class AdmissionQueue:
         # An empty queue takes a prompt of any size: else a large one could never wait.
         if self.num_queued and self.queued_tokens + entry.num_tokens > self._max_queued_tokens:
             raise Overloaded(f"{self.queued_tokens} prompt tokens wait already", _retry_after_s(wait_s))
-        if patience_s is not None and wait_s > patience_s:
+        if remaining_s is not None and wait_s > remaining_s:
             raise Overloaded(
-                f"the wait of about {wait_s:.1f} s exceeds the deadline in {patience_s:.1f} s", _retry_after_s(wait_s)
+                f"the wait of about {wait_s:.1f} s exceeds the deadline in {remaining_s:.1f} s", _retry_after_s(wait_s)
             )
         self._by_priority.setdefault(entry.priority, {})[entry] = None
         self.num_queued += 1

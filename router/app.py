@@ -23,7 +23,7 @@ from router.faces.vllm.servicer import VllmServicer, vllm_service
 from router.generation import Rooms
 from router.grammar_check import GrammarCheck
 from router.metrics import RouterMetrics
-from router.request_spans import request_spans
+from router.request_spans import RequestSpans
 from router.retries import RetryPolicy
 from router.status import FEWEST_ACTIVE, RouterStatus
 from router.tokenization import Tokenization
@@ -36,14 +36,13 @@ from shell.clock import Clock, MonotonicClock
 from shell.config import RouterConfig
 from shell.rpc.process import StopSignal, run_process
 from shell.rpc.server import RpcServer, Service
+from shell.telemetry.events import ProcessEvents, RouterEvents, RouterListener
 from shell.telemetry.logging import configure_logging
 from shell.telemetry.loop_lag import LoopLag
 from shell.telemetry.metric import Process
 from shell.telemetry.metrics import Metrics
-from shell.telemetry.observers import RouterObserver, router_observers
 from shell.telemetry.recent_latencies import RecentLatencies
 from shell.telemetry.tracing import tracing
-from tandem.errors import ConfigError
 from tandem.security.credentials import Outgoing, Security
 from tandem.types import new_incarnation
 from tandem.v1.cluster_pb2_grpc import add_ClusterServiceServicer_to_server
@@ -71,21 +70,21 @@ class Router:
         policy: RetryPolicy | None = None,
         stall_s: float = _STALL_S,
         rng: Random | None = None,
-        observer: RouterObserver | None = None,
+        listener: RouterListener | None = None,
         tracer: Tracer | None = None,
     ) -> None:
         """Reads the checkpoint and wires the rooms. Raises CheckpointError, ConfigError. Call inside an event loop.
 
-        `observer` hears of every request, and so do the router's metrics; `tracer` makes its spans.
+        `listener` hears of every request, and so do the router's metrics; `tracer` makes its spans.
         """
         self.config, self.clock = config, clock or MonotonicClock()
         self._security = Security.load(config.security, config.ports)
         read = read_servable(config.model).checkpoint.within(config.context_tokens)
         checkpoint = read.called(config.served_model_names)
-        name = "" if config.process is None else f"router-{config.process}"
-        self.metrics, self.recent = Metrics(Process.ROUTER, checkpoint.name, name), RecentLatencies(self.clock)
+        self.metrics, self.recent = Metrics(Process.ROUTER, checkpoint.name), RecentLatencies(self.clock)
         counting = RouterMetrics(self.metrics, self.recent, self.clock)
-        observers = router_observers([*request_spans(tracer, checkpoint.name), counting, *filter(None, [observer])])
+        spans, others = RequestSpans(tracer, checkpoint.name), () if listener is None else (listener,)
+        events: RouterEvents = ProcessEvents(spans.hear, counting.hear, *others)
         self.tokenization = _load_tokenization(config, checkpoint)
         self.workers = Workers(
             read.name,
@@ -101,10 +100,10 @@ class Router:
         self.queue = AdmissionQueue(
             config.max_active_requests or FEWEST_ACTIVE, config.max_queued_requests, config.max_queued_tokens
         )
-        policy = policy or RetryPolicy(max_retries=config.max_retries, patience_s=config.patience_s)
+        policy = policy or RetryPolicy(patience_s=config.patience_s)
         admission = Admission(self.queue, self.clock)
-        rooms = Rooms(self.workers, admission, self.clock, policy, observers, config.stream_interval_s)
-        unread = Unread(self.clock, config.max_unread_request_bytes, config.max_unread_bytes, config.max_unread_s)
+        rooms = Rooms(self.workers, admission, self.clock, policy, counting, spans, events, config.stream_interval_s)
+        unread = Unread(self.clock, config.max_unread_bytes, config.max_unread_s)
         self.grammars = GrammarCheck(checkpoint.path)
         self.entrance = Entrance(
             checkpoint, self.tokenization, config.limits, rooms, unread, config.max_priority, self.grammars
@@ -117,10 +116,10 @@ class Router:
             config.listen,
             self._services(checkpoint, self._security.outgoing),
             incoming=self._security.incoming,
-            max_receive_bytes=config.max_receive_bytes,
+            max_receive_bytes=config.limits.max_message_bytes,
             metrics=self.metrics,
             tracer=tracer,
-            own_port=None if config.process is None else config.process_ports[config.process],
+            shared_listen=config.shared_listen,
         )
 
     async def serve(self, until: Callable[[], Awaitable[None]], on_listening: Callable[[int], None]) -> None:
@@ -147,7 +146,7 @@ class Router:
     def _services(self, checkpoint: CheckpointInfo, outgoing: Outgoing) -> tuple[Service, ...]:
         config, entrance, status = self.config, self.entrance, self.status
         inference = InferenceServicer(checkpoint, self.tokenization, entrance, config.limits)
-        registry = RegistryServicer(self.workers, outgoing, config.process_ports)
+        registry = RegistryServicer(self.workers, outgoing)
         cluster = ClusterServicer(status, registry)
         return (
             Service(INFERENCE_SERVICE, partial(add_InferenceServiceServicer_to_server, inference), writers=WRITERS),
@@ -179,8 +178,6 @@ async def _first_of(health: asyncio.Task[None], until: Callable[[], Awaitable[No
 
 def run(config: RouterConfig) -> int:
     """Runs the process until SIGTERM; returns its exit code. Raises ConfigError."""
-    if config.processes > 1 and config.process is None:
-        raise ConfigError("--processes", "is for `tandem router`, which starts them")
     configure_logging("router", config.log_format, config.log_level)
 
     async def main(tracer: Tracer | None, stop: StopSignal) -> None:

@@ -110,7 +110,7 @@ class Ejections:
         assert record.until_s is not None
         return record.until_s - now_s
 
-    def handed_over(self, prefill: Incarnation, decode: Incarnation) -> None:
+    def handed_off(self, prefill: Incarnation, decode: Incarnation) -> None:
         """A hand-off between these two was good. It is not yet a success of the workers."""
         self._failed_with.pop(prefill, None)
         self._failed_with.pop(decode, None)

@@ -30,6 +30,7 @@ from router.token_rules import TokenRules
 from router.tokenization import Tokenization
 from router.unread import Unread
 from shell.clock import Deadline
+from shell.telemetry.events import RequestRefused
 from shell.telemetry.logging import get_logger
 from tandem.errors import InvalidRequest, ModelNotFound, Reason, TandemError, Unavailable
 from tandem.limits import Limits
@@ -102,11 +103,11 @@ class Entrance:
 
     @contextmanager
     def judging(self) -> Iterator[None]:
-        """For what a face refuses before `run`: observers are told, as of every refusal."""
+        """Emits what a face refuses before `run`, as every refusal is."""
         try:
             yield
         except TandemError as error:
-            self._rooms.observer.refused(error)
+            self._rooms.events.emit(RequestRefused(error))
             raise
 
     @asynccontextmanager
@@ -116,7 +117,7 @@ class Entrance:
         Raises InvalidRequest, UnsupportedOption, ModelNotFound, Overloaded, Unavailable before anything
         runs; errors after that come by `delivery`.
         """
-        timeline = Timeline(self._rooms.clock)
+        timeline = Timeline(self._rooms.metrics)
         with self.judging(), self.reading(self._priority(request, caller)):
             resolved = await self._resolve(request, caller)
         group, text = resolved.group, resolved.text

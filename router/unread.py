@@ -1,7 +1,7 @@
 """Ends requests whose answers stay in this router: too much of one, too much of all together, or for too long.
 
 Counted is what workers have sent and the connection has not taken: it waits in the delivery, or a face is writing it. A
-request that ends so lets go of all that it holds; the caller finds the reason when it reads again. Time is the clock
+request that is ended releases all that it holds; its caller finds the reason when it reads again. Time is the clock
 given; `sweep_if_due` must be called every now and then.
 """
 
@@ -17,6 +17,8 @@ from tandem.errors import InvalidRequest, Overloaded, TandemError
 
 _SWEEP_EVERY_S = 0.25
 """Each looks at every request; workers' heartbeats alone would bring hundreds a second."""
+_MOST_SHARE = 1 / 4
+"""Of all bytes, that one request may have."""
 
 
 @dataclass(slots=True, eq=False)
@@ -25,15 +27,15 @@ class _Watched:
     end: Callable[[TandemError], None]
     num_outputs: int
     moved_s: float
-    """When it was seen last that the reader had taken another output, or had none to write."""
+    """Time at which the reader was seen last to have taken another output, or to have none to write."""
 
 
 class Unread:
     """Shared by all requests of a router."""
 
-    def __init__(self, clock: Clock, max_request_bytes: int, max_bytes: int, max_s: float) -> None:
+    def __init__(self, clock: Clock, max_bytes: int, max_s: float) -> None:
         self._clock = clock
-        self._max_request_bytes = max_request_bytes
+        self._max_request_bytes = int(max_bytes * _MOST_SHARE)
         self._max_bytes = max_bytes
         self._max_s = max_s
         self._watched: set[_Watched] = set()
@@ -57,7 +59,7 @@ class Unread:
             self.sweep()
 
     def sweep(self) -> None:
-        """Ends those that are over a bound."""
+        """Ends the requests that are over a bound."""
         now_s = self._clock.now_s()
         left: list[tuple[int, _Watched]] = []
         for watched in tuple(self._watched):
@@ -86,7 +88,7 @@ class Unread:
         self._tell(watched, Overloaded(f"the request was ended: {why}"))
 
     def _end_too_large(self, watched: _Watched) -> None:
-        """Of one who waits for the whole answer: it would be no smaller when asked for again."""
+        """Refuses a whole answer in a way that is not retried: it would be no smaller the next time."""
         most = self._max_request_bytes
         self._tell(
             watched, InvalidRequest("sampling", f"the whole answer takes more than {most} bytes: ask for a stream")

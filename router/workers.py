@@ -42,7 +42,7 @@ from tandem.types import Incarnation, WorkerId, WorkerInfo, WorkerLoad
 _TICKS_PER_LEASE = 20
 _LONGEST_TICK_S = 0.25
 _MOST_HEARTBEATS_PER_S = 1000
-"""That a router asks for of all workers together, as they register: about a fifth of a core (bench.router_scale)."""
+"""Heartbeats that a router asks of all workers together as they register: about a fifth of a core."""
 
 _REMEDY = "give router and workers the same --model; a changed config, tokenizer or template needs routers of its own"
 
@@ -272,13 +272,13 @@ class Workers:
             record.ended_seqs += assignment.num_seqs
         self._ejections.end(assignment.subjects, assignment.probe)
 
-    def handed_over(self, assignment: Assignment, seconds: float) -> None:
+    def handed_off(self, assignment: Assignment, seconds: float) -> None:
         """Its hand-off was good, and took so long; the prefill worker has done its part."""
         placement = assignment.placement
         assert placement.prefill is not None
         prefill, decode = placement.prefill, placement.decode
         self._handoff_times.took(assignment.num_tokens, seconds)
-        self._ejections.handed_over(prefill.incarnation, decode.incarnation)
+        self._ejections.handed_off(prefill.incarnation, decode.incarnation)
         for subject in (prefill.incarnation, (prefill.incarnation, decode.incarnation)):
             self._succeeded(subject)
 

@@ -1,10 +1,9 @@
-"""Which cores, how many threads and what priority each worker of `tandem serve` gets.
+"""Plans which cores, how many threads and what priority each worker of `tandem serve` gets.
 
 Measured on two cores, decoding beside an endless prefill (inter-token p99): one core each,
 pinned, 17 ms; both with two threads 952 ms, since OpenMP threads spin at barriers for peers that
 the other process keeps off the core; the same with prefill at nice 5, 29 ms; at nice 19 prefill
-starves. Hence: no more threads than cores of one's own, but guests on cores that others leave idle
-(`shell/core_loans.py`), and a mild nice only where cores must be shared.
+starves. Hence: no more threads than cores of one's own, and a mild nice only where cores must be shared.
 """
 
 from __future__ import annotations
@@ -22,12 +21,10 @@ class CoreShare:
     """What one worker may use."""
 
     cores: tuple[int, ...]
-    """It may run on these only."""
+    """Cores that it may run on."""
     threads: int
     """Threads of its engine."""
     nice: int = 0
-    others: tuple[int, ...] = ()
-    """Cores of another worker, which it may borrow while that computes nothing: each core has one borrower."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +36,7 @@ class CorePlan:
 
 
 def usable_cores() -> tuple[int, ...]:
-    """The cores that this process may run on; everything below is pure."""
+    """Returns the cores that this process may run on; everything below is pure."""
     if hasattr(os, "sched_getaffinity"):
         return tuple(sorted(os.sched_getaffinity(0)))
     return tuple(range(os.cpu_count() or 1))
@@ -49,8 +46,7 @@ def plan_cores(cores: Sequence[int], num_prefill: int, num_decode: int, threads:
     """Splits `cores` (at least one) in their order among the workers; `threads` per worker overrides the split's size.
 
     Enough cores: disjoint shares, prefill workers get the remainder since computing prompts
-    scales with cores where decoding waits for memory; without `threads`, each may borrow what the
-    one before it leaves idle, the first what the last does. Too few: one thread each, cores dealt
+    scales with cores where decoding waits for memory. Too few: one thread each, cores dealt
     round (decode workers first), or no pinning at all if `threads` asks for more than fits.
     """
     num_workers = num_prefill + num_decode
@@ -63,7 +59,7 @@ def plan_cores(cores: Sequence[int], num_prefill: int, num_decode: int, threads:
 
 
 def share_all_cores(cores: Sequence[int], num_prefill: int, num_decode: int, threads: int | None) -> CorePlan:
-    """For workers that compute elsewhere, on GPUs: nobody is pinned, nobody yields."""
+    """Returns the shares of workers that compute on GPUs: all cores, without pinning and without nice."""
     own = CoreShare(tuple(cores), threads or max(1, len(cores) // (num_prefill + num_decode)))
     return CorePlan((own,) * num_prefill, (own,) * num_decode)
 
@@ -73,11 +69,7 @@ def _disjoint(cores: Sequence[int], num_prefill: int, num_decode: int, threads: 
     left = iter(cores)
     num_workers = num_prefill + num_decode
     own = [tuple(islice(left, share + (1 if worker < remainder else 0))) for worker in range(num_workers)]
-    lends = threads is None and num_workers > 1
-    plan = [
-        CoreShare(cores, threads or len(cores), others=before if lends else ())
-        for before, cores in zip([own[-1], *own[:-1]], own, strict=True)
-    ]
+    plan = [CoreShare(cores, threads or len(cores)) for cores in own]
     return CorePlan(tuple(plan[:num_prefill]), tuple(plan[num_prefill:]))
 
 

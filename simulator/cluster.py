@@ -35,7 +35,7 @@ class Policy(enum.StrEnum):
     COLOCATED = "colocated"
     """Each decode worker, those of its own requests, in chunks of a fixed size."""
     AUTO = "auto"
-    """Elastic workers, wherever it is best."""
+    """Elastic workers; placement decides where a prompt is computed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +49,7 @@ class Fleet:
 
     @property
     def num_workers(self) -> int:
-        """Of all roles."""
+        """Number of workers of all roles."""
         return self.prefills + self.decodes
 
     @property
@@ -61,7 +61,7 @@ class Fleet:
 
     @property
     def roles(self) -> list[Role]:
-        """Of each worker."""
+        """Role of each worker."""
         decode = Role.ELASTIC if self.policy is Policy.AUTO else Role.DECODE
         return [Role.PREFILL] * self.prefills + [decode] * self.decodes
 
@@ -82,7 +82,7 @@ class Setup:
     costs: CostModel
     failures: Failures | None = None
     max_active: int = _MANY
-    """Requests under way at a time; others wait at the router."""
+    """Most requests under way at a time; further requests wait at the router."""
     seed: int = 0
     elastic: ElasticOptions = field(default_factory=ElasticOptions)
 
@@ -111,7 +111,7 @@ class _Cluster:
         for number, role in enumerate(setup.fleet.roles):
             name = f"{role}-{number}"
             if number % setup.costs.workers_per_host == 0:
-                host = Host(setup.costs.sharing, name)
+                host = Host(setup.costs.sharing)
             worker = SimulatedWorker(
                 name,
                 role,

@@ -26,7 +26,7 @@ from tandem.errors import ConfigError
 
 _MOST_HIDDEN_ROWS = 256
 _ROUNDING = 1e-18
-"""Of a mean square of relative errors: a difference below it says nothing."""
+"""A smaller difference between mean squares of relative errors says nothing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +38,7 @@ class StepWork:
     """That the decodes attend to, all together."""
     prompt_tokens: int
     prompt_context: int
-    """For each prompt token the tokens before it, all together."""
+    """Sum over prompt tokens of the number of tokens before each."""
 
     @classmethod
     def of(cls, seqs: Sequence[ScheduledSeq]) -> StepWork:
@@ -56,7 +56,7 @@ class StepWork:
 
     @property
     def rows(self) -> int:
-        """Of the model's products."""
+        """Rows of the model's products."""
         return self.decodes + self.prompt_tokens
 
     def terms(self, hidden_rows: int) -> tuple[float, ...]:
@@ -78,7 +78,7 @@ class StepCosts:
     hidden: float = 0.0
 
     def seconds(self, work: StepWork) -> float:
-        """Of one step."""
+        """Returns the seconds of one step."""
         return (
             self.base
             + max(0.0, self.per_seq * work.decodes + self.per_prompt_token * work.prompt_tokens - self.hidden)
@@ -97,11 +97,11 @@ class Sharing:
 
 @dataclass(frozen=True, slots=True)
 class CostModel:
-    """One worker, and what lies between it and others."""
+    """Costs of a worker, and of messages and hand-offs between workers."""
 
     step: StepCosts
     decode_step: StepCosts | None = None
-    """Of a worker of the fixed role decode, where it has other hardware (or cores) than the others; None = `step`."""
+    """Costs of a worker of the fixed role decode, where its hardware or cores differ; None = `step`."""
     sharing: Sharing = Sharing()
     jitter: float = 0.0
     """Standard deviation of the logarithm of `base`, by which equal steps differ: `step` is their median. What is
@@ -117,7 +117,7 @@ class CostModel:
     """Where nothing decodes."""
     kv_bytes_per_token: int = 0
     handoff_s: float = 0.001
-    """Of an empty hand-off: opening and commit."""
+    """Seconds of an empty hand-off: opening and commit."""
     handoff_bytes_per_s: float = 1e9
     message_s: float = 0.001
     """From router to worker, or back."""
@@ -155,13 +155,13 @@ def read_costs(path: Path) -> CostModel:
 
 @dataclass(frozen=True, slots=True)
 class Fit:
-    """Costs, and how far measured steps are from them."""
+    """Fitted costs, and the distance of measured steps from the fit."""
 
     costs: StepCosts
     median_error: float
     """Relative."""
     mean_square: float
-    """Of relative errors."""
+    """Mean square of relative errors."""
 
 
 def fit(samples: Sequence[tuple[StepWork, float]]) -> Fit:

@@ -34,27 +34,22 @@ class _Run:
     """Alone on the host."""
     future: asyncio.Future[StepResult] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
     began_s: float = 0.0
-    num_lent_cores: int = 0
     timer: asyncio.TimerHandle | None = None
 
 
 class Host:
-    """What runs at a time on one machine."""
+    """Engines that compute at a time on one machine."""
 
-    def __init__(self, sharing: Sharing, name: str = "") -> None:
-        self.name = name if sharing != Sharing() else ""
-        """Where workers lend each other their cores."""
+    def __init__(self, sharing: Sharing) -> None:
         self._sharing = sharing
         self._running: list[_Run] = []
         self._at_s = 0.0
-        """Up to when what is left of them was counted."""
+        """Time up to which the remaining work of all runs was counted."""
 
     def begin(self, run: _Run) -> None:
-        """From now on it computes."""
+        """Adds a run, which computes from now on."""
         run.began_s = self._advance()
         self._running.append(run)
-        if len(self._running) == 1 and self._sharing != Sharing():
-            run.num_lent_cores = 1  # costs are those with all cores
         self._schedule()
 
     def _advance(self) -> float:
@@ -87,15 +82,15 @@ class Host:
 
 
 class SimulatedEngine:
-    """Steps run one after the other, in order of launch."""
+    """An engine that runs steps one after the other, in order of launch."""
 
     def __init__(self, costs: StepCosts, host: Host, rng: Random, jitter: float = 0.0) -> None:
-        """`jitter`: as `CostModel` has it."""
+        """`jitter` is `CostModel.jitter`."""
         self.num_steps = 0
         self.busy_s = 0.0
         """Time in steps."""
         self.prompt_s = 0.0
-        """Of that, what their prompt tokens added."""
+        """Seconds that prompt tokens added to the steps."""
         self._costs = costs
         self._host = host
         self._rng = rng
@@ -125,4 +120,4 @@ class SimulatedEngine:
         if self._launched:
             self._host.begin(self._launched[0])
         if not run.future.done():
-            run.future.set_result(StepResult(run.outputs, seconds, num_lent_cores=run.num_lent_cores))
+            run.future.set_result(StepResult(run.outputs, seconds))

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 
 GOOD_SHARE = 0.9
-"""Of the requests that are to attain their objectives."""
+"""Share of the requests that must attain their objectives."""
 _GAP_QUANTILE = 0.95
 
 
@@ -27,20 +27,20 @@ class Slo:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """Of one request."""
+    """Outcome of one request."""
 
     at_s: float
     prompt_tokens: int
     output_tokens: int
     ttft_s: float | None
-    """None = it failed before."""
+    """Seconds to the first token; None = the request failed before."""
     itl_s: float | None
-    """95th percentile of its gaps; None = it has none."""
+    """95th percentile of the gaps between tokens; None = there are no gaps."""
     ended_s: float
     failed: bool = False
     replays: int = 0
     cached_tokens: int = 0
-    """Of its prompt, whose KV was found where it was computed."""
+    """Prompt tokens whose KV was found on the worker that computed the prompt."""
 
     def misses_first(self, slo: Slo) -> bool:
         """Whether the first token came late or never."""
@@ -51,28 +51,28 @@ class Outcome:
         return self.itl_s is not None and self.itl_s > slo.itl_s
 
     def attains(self, slo: Slo) -> bool:
-        """Whether it met both objectives."""
+        """Whether the request met both objectives."""
         return not (self.failed or self.misses_first(slo) or self.misses_between(slo))
 
 
 @dataclass(frozen=True, slots=True)
 class RoleUse:
-    """Of all workers of one role."""
+    """Use of all workers of one role."""
 
     workers: int
     busy_share: float
-    """Of their time, in steps."""
+    """Share of the workers' time in steps."""
     prompt_share: float
-    """Of their time, for prompt tokens."""
+    """Share of the workers' time for prompt tokens."""
     queued_tokens: float = 0.0
     """Prompt tokens that wait at a worker, on average over time and workers."""
     pool_share: float = 0.0
-    """Of a pool that is in use, on average over time and workers."""
+    """Share of a pool in use, on average over time and workers."""
 
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """Of one simulation."""
+    """Result of one simulation."""
 
     outcomes: Sequence[Outcome]
     """In order of arrival."""
@@ -91,7 +91,7 @@ class Result:
         return sum(each.attains(slo) for each in self.outcomes) / len(self.outcomes)
 
     def goodput_per_s(self, slo: Slo) -> float:
-        """Attaining requests per second, at the rate at which they were offered."""
+        """Attaining requests per second, at the offered rate."""
         return self.offered_per_s * self.attainment(slo)
 
     def document(self, slo: Slo) -> dict[str, object]:
@@ -130,7 +130,7 @@ def percentiles(values: Sequence[float]) -> dict[str, float]:
 
 
 def quantile(ordered: Sequence[float], share: float) -> float:
-    """Of ascending values, not empty; linear between neighbours (type 7)."""
+    """Returns a quantile of ascending values, not empty; linear between neighbours (type 7)."""
     at = share * (len(ordered) - 1)
     below = int(at)
     above = min(below + 1, len(ordered) - 1)
@@ -138,6 +138,6 @@ def quantile(ordered: Sequence[float], share: float) -> float:
 
 
 def gap_p95(times_s: Sequence[float]) -> float | None:
-    """Of the gaps between a request's tokens; None where there is none."""
+    """Returns the 95th percentile of the gaps between a request's tokens; None without a gap."""
     gaps = sorted(after - before for before, after in pairwise(times_s))
     return quantile(gaps, _GAP_QUANTILE) if gaps else None

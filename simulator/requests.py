@@ -16,9 +16,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import TypeAlias
 
-from decode_worker.worker import DecodeWorker
 from engine.step import SampledToken
-from prefill_worker.worker import PrefillWorker
 from router.admission import Admission
 from router.assignment import Assignment
 from router.placement import Demand
@@ -43,6 +41,7 @@ from tandem.types import (
     WaitReason,
     WorkerId,
 )
+from worker.core import Worker
 from worker.ports import RouterPort
 
 MAX_TRIES = 8
@@ -50,7 +49,7 @@ MAX_TRIES = 8
 MOST_WAIT_S = 600.0
 """For a pair of workers."""
 _HANDLE = Handle(1)
-_Ask: TypeAlias = Callable[[DecodeWorker | PrefillWorker], None]
+_Ask: TypeAlias = Callable[[Worker], None]
 _Then: TypeAlias = Callable[[], None]
 
 
@@ -111,11 +110,11 @@ class Attempt(RouterPort):
         self._rooms.workers.end(self._assignment, arrived=self._has_arrived)
 
     def lost(self, incarnation: Incarnation) -> None:
-        """One of its workers is."""
+        """Notes that a worker of the pair is lost."""
         self._fail(Unavailable("a worker was lost"), incarnation)
 
     def _ask(self, worker: SimulatedWorker, what: _Ask) -> None:
-        def ask(core: DecodeWorker | PrefillWorker) -> None:
+        def ask(core: Worker) -> None:
             try:
                 what(core)
             except TandemError as error:
@@ -175,20 +174,20 @@ class Attempt(RouterPort):
                 self._ended.set_result(None)
 
     def handoff_done(self, handle: Handle, num_bytes: int, seconds: float) -> None:
-        """The decode worker has it."""
+        """Notes that the decode worker has the prompt's KV."""
         if self.error is None and not self._has_arrived:
             self._has_arrived = True
             self._rooms.workers.arrive(self._assignment)
-            self._rooms.workers.handed_over(self._assignment, seconds)
+            self._rooms.workers.handed_off(self._assignment, seconds)
 
     def leaving(self, handle: Handle) -> None:
-        """It stays: nobody drains, and what is overloaded is what is studied."""
+        """Ignores the notice: nobody drains, and overload is what is studied."""
 
     def waiting(self, reason: WaitReason, handles: Sequence[Handle]) -> None:
         """Patience has no end here."""
 
     def failed(self, handle: Handle, error: TandemError) -> None:
-        """It goes elsewhere."""
+        """Tries the request elsewhere."""
         self._fail(error)
 
     def _later(self, what: _Then) -> None:
@@ -209,7 +208,7 @@ async def serve(rooms: Rooms, ask: Ask, number: int) -> Outcome:
 
 
 class _Request:
-    """All tries of one request."""
+    """A request with all its tries."""
 
     def __init__(self, rooms: Rooms, ask: Ask, number: int) -> None:
         self._rooms = rooms
@@ -252,7 +251,7 @@ class _Request:
         return False
 
     def outcome(self, *, failed: bool) -> Outcome:
-        """Of all tries."""
+        """Returns the outcome over all tries."""
         ask, times_s = self._ask, self._times_s
         return Outcome(
             at_s=ask.at_s,

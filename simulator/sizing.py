@@ -21,7 +21,7 @@ _FIRST_STRIDE = 0.4
 _FURTHEST = 200
 """Steps of the grid from the first rate."""
 _GROWTH = 0.25
-"""Of the workers of a role that lacks some."""
+"""Share by which a role that lacks workers grows."""
 
 
 def passes(result: Result, slo: Slo) -> bool:
@@ -98,7 +98,7 @@ def thresholds(result: Result) -> dict[str, dict[str, float]]:
 
 
 def _least_alike(run: Callable[[Fleet], Result], slo: Slo, policy: Policy, max_workers: int) -> Fleet | None:
-    """Of workers that are all the same: doubles, then halves the gap."""
+    """Finds the least fleet of equal workers: doubles, then halves the gap."""
     low, high = 0, 1
     while not passes(run(Fleet(policy, high)), slo):
         if high >= max_workers:

@@ -27,7 +27,7 @@ _ANSWER = int(OUTPUT_TOKEN)
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Of a prompt: so many tokens of one name; name 0 is what was answered."""
+    """Piece of a prompt: a number of tokens of one name; name 0 is an earlier answer."""
 
     name: int
     num_tokens: int
@@ -43,7 +43,7 @@ class Ask:
 
     @property
     def prompt_tokens(self) -> int:
-        """Of all pieces."""
+        """Tokens of all pieces."""
         return sum(piece.num_tokens for piece in self.pieces)
 
     def token_ids(self) -> tuple[TokenId, ...]:
@@ -67,7 +67,7 @@ class LogNormal:
     most: int
 
     def draw(self, rng: Random) -> int:
-        """One."""
+        """Draws a value."""
         return min(self.most, max(self.least, round(self.median * math.exp(rng.gauss(0, self.sigma)))))
 
 

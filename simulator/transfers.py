@@ -22,7 +22,7 @@ TRANSPORT = "simulated"
 
 @dataclass(slots=True)
 class _Offer:
-    """One that has not ended."""
+    """An offer that has not ended."""
 
     receiver: SimulatedReceiver
     listener: HandoffListener
@@ -42,13 +42,13 @@ class Network:
         self.names = count(1)
 
     def get(self, name: str) -> _Offer:
-        """Raises TransferError if it has ended."""
+        """Returns an open offer. Raises TransferError if the offer has ended."""
         if name not in self.offers:
             raise TransferError("the offer has ended")
         return self.offers[name]
 
     def close(self, name: str) -> _Offer | None:
-        """It has ended; None if it had before."""
+        """Ends an offer; returns None if the offer had ended before."""
         offer = self.offers.pop(name, None)
         if offer is not None:
             offer.receiver.num_live -= 1

@@ -15,17 +15,16 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from random import Random
 
+from decode_worker.policy import WorkerPolicy
 from decode_worker.scheduler import StepLimits
-from decode_worker.worker import DecodeWorker, WorkerPolicy
-from decode_worker.worker import WorkerParts as DecodeParts
+from decode_worker.worker import new_decode_worker
 from engine.block_pool import BlockPool
 from engine.prefix_cache import PrefixCache
 from kvtransfer.base import Sender
-from prefill_worker.scheduler import BatchLimits
-from prefill_worker.worker import PrefillWorker
-from prefill_worker.worker import WorkerParts as PrefillParts
+from prefill_worker.prompt_line import LineLimits
+from prefill_worker.prompts import PromptPolicy
+from prefill_worker.worker import new_prefill_worker
 from router.prefix_map import PrefixMap
-from shell.telemetry.observers import WorkerObserver
 from simulator.costs import CostModel
 from simulator.engine import Host, SimulatedEngine
 from simulator.loop import SimulatedClock
@@ -33,7 +32,8 @@ from simulator.transfers import TRANSPORT, Network, SimulatedReceiver, Simulated
 from tandem.limits import Limits
 from tandem.types import Incarnation, PoolCounts, Role, WorkerId, WorkerInfo, WorkerLoad
 from tandem.validation import Validator
-from worker.outgoing_transfer import OutgoingPolicy
+from worker.core import Worker
+from worker.parts import WorkerParts
 from worker.ports import RouterPort
 from worker.serving.cache_reports import CacheNews, CacheReports
 
@@ -44,7 +44,7 @@ MODEL = "simulated"
 
 @dataclass(frozen=True, slots=True)
 class ElasticOptions:
-    """Of elastic workers, as an operator sets them."""
+    """Options of elastic workers, as an operator sets them."""
 
     inter_token_objective_s: float | None = None
     """None = a multiple of the measured steps."""
@@ -67,7 +67,7 @@ class Link:
 
 
 class SimulatedWorker:
-    """Its lives, one after the other."""
+    """A worker over all its lives."""
 
     def __init__(
         self,
@@ -85,7 +85,7 @@ class SimulatedWorker:
         """`computes_prompts`: whether a decode worker computes all prompts for itself."""
         self.role = role
         self.busy_s = self.prompt_s = 0.0
-        """Of lives that have ended."""
+        """Seconds of lives that have ended."""
         self.queued_tokens_s = self.pool_share_s = 0.0
         """Prompt tokens that waited here, and the share of the pool in use, each times its duration."""
         self.ports: dict[RouterPort, None] = {}
@@ -101,12 +101,12 @@ class SimulatedWorker:
         self._rng = Random(f"{seed} {name}")
         self._num_lives = 0
         self._life: _Life | None = None
-        self._inbox: deque[tuple[int, Callable[[DecodeWorker | PrefillWorker], None]]] = deque()
+        self._inbox: deque[tuple[int, Callable[[Worker], None]]] = deque()
         self.is_up = False
 
     @property
     def info(self) -> WorkerInfo:
-        """Of this life."""
+        """Describes this life of the worker."""
         costs = self._costs
         return WorkerInfo(
             worker_id=WorkerId(self._name),
@@ -124,7 +124,6 @@ class SimulatedWorker:
             device="cpu",
             pool_tokens=costs.max_sequence_tokens if self.role.decodes else 0,
             max_seqs=costs.max_seqs,
-            core_group=self._host.name,
         )
 
     def come(self) -> None:
@@ -135,7 +134,7 @@ class SimulatedWorker:
         self._on_heartbeat(self.info, self._idle_load())
 
     def go(self) -> tuple[RouterPort, ...]:
-        """Is lost, with all it holds; returns who had a request here."""
+        """Ends the life with all that it holds; returns the routers whose requests ran here."""
         self.is_up = False
         self.link.close()
         ports, self.ports = tuple(self.ports), {}
@@ -147,7 +146,7 @@ class SimulatedWorker:
             self._life = None
         return ports
 
-    def ask(self, port: RouterPort, what: Callable[[DecodeWorker | PrefillWorker], None]) -> None:
+    def ask(self, port: RouterPort, what: Callable[[Worker], None]) -> None:
         """Sends its core a message, which arrives after a while and in order; nowhere if the worker is lost by then."""
         self.ports[port] = None
         self._inbox.append((self._num_lives, what))
@@ -238,7 +237,7 @@ class _Life:
         return not (load.running_seqs or load.waiting_seqs or load.live_transfers or is_held)
 
     def run(self, beat: Callable[[], None]) -> None:
-        """Steps, and calls `beat` from time to time, until it rests."""
+        """Runs steps, and calls `beat` at intervals, until no work is left."""
         if self._task is None:
             self._task = asyncio.create_task(self.core.run())
             self._schedule(beat, HEARTBEAT_S * self._rng.random())  # a real worker's beats go on while it rests
@@ -280,13 +279,13 @@ def _core(
     receiver: SimulatedReceiver,
     sender: Sender,
     options: ElasticOptions,
-) -> DecodeWorker | PrefillWorker:
+) -> Worker:
     tokens = costs.max_sequence_tokens
     validator = Validator(Limits(), VOCAB_SIZE, context_tokens=tokens)
-    clock = SimulatedClock()
+    parts = WorkerParts(engine, cache, validator, SimulatedClock())
     if role is Role.PREFILL:
-        parts = PrefillParts(engine, cache, sender, validator, clock, WorkerObserver())
-        return PrefillWorker(parts, BatchLimits(costs.prefill_chunk_tokens, costs.max_seqs), OutgoingPolicy(), tokens)
+        prompts = PromptPolicy(LineLimits(costs.max_seqs), tokens, costs.prefill_chunk_tokens)
+        return new_prefill_worker(parts, sender, prompts)
     limits = StepLimits(costs.block_size, costs.max_seqs, costs.chunk_tokens)
     policy = WorkerPolicy(limits, tokens, alone_tokens=costs.prefill_chunk_tokens)
     if role is Role.ELASTIC:
@@ -296,4 +295,4 @@ def _core(
             waiting_served_ratio=options.waiting_served_ratio,
             elastic=True,
         )
-    return DecodeWorker(DecodeParts(engine, cache, receiver, validator, clock, sender=sender), policy)
+    return new_decode_worker(parts, receiver, policy, sender)

@@ -12,7 +12,7 @@ from tandem.types import WorkerInfo, WorkerLoad
 
 @dataclass(frozen=True, slots=True)
 class LatencySummary:
-    """One latency over the window; quantiles are 0 if nothing was counted."""
+    """Quantiles of a latency over the window; 0 without a sample."""
 
     name: str
     count: int
@@ -23,13 +23,13 @@ class LatencySummary:
 
 @dataclass(frozen=True, slots=True)
 class WorkerStatus:
-    """One worker as its router sees it."""
+    """State of a worker, as its router sees the worker."""
 
     info: WorkerInfo
     load: WorkerLoad
     heartbeat_age_s: float
     connected: bool
-    """Whether the router's stream to it is open."""
+    """Whether the router's stream to the worker is open."""
     set_aside: str = ""
     """That it gets no work as long as others are left, for people; empty = it does."""
     set_apart: str = ""
@@ -47,7 +47,7 @@ class WorkerStatus:
 
 @dataclass(frozen=True, slots=True)
 class PlacementCount:
-    """How often requests were placed for one reason; named as `PlacementReason`."""
+    """Number of requests placed for a reason; named as `PlacementReason`."""
 
     reason: str
     count: int
@@ -68,7 +68,7 @@ class RecentActivity:
 
 @dataclass(frozen=True, slots=True)
 class ClusterStatus:
-    """Everything that one router knows."""
+    """Status of a cluster, as one router knows it."""
 
     model: str
     ready: bool
@@ -81,5 +81,5 @@ class ClusterStatus:
     version: str = ""
     uptime_s: float = 0.0
     admin_address: str = ""
-    """HOST:PORT of the router's admin port; empty = it has none."""
+    """HOST:PORT of the router's admin port; empty without an admin port."""
     recent: RecentActivity = field(default_factory=RecentActivity)

@@ -68,7 +68,7 @@ _IN_PROTOBUF = {
     },
     **{f"{name}_per_s": f"{name}_per_second" for name in ("requests", "tokens", "prompt_tokens")},
 }
-"""Names of fields that differ, by those of dataclasses."""
+"""Names of protobuf fields that differ, by the names of the dataclass fields."""
 _NAMES: dict[type, tuple[tuple[str, str], ...]] = {}
 
 
@@ -202,7 +202,7 @@ def _joined(run: list[TokenDelta]) -> TokenDelta:
 
 
 def logprobs_to_proto(logprobs: TokenLogprobs) -> inference_pb2.TokenLogprobs:
-    """One position's log-probabilities."""
+    """Converts the log-probabilities of a position."""
     return inference_pb2.TokenLogprobs(
         token_id=logprobs.token_id,
         logprob=logprobs.logprob,
@@ -211,7 +211,7 @@ def logprobs_to_proto(logprobs: TokenLogprobs) -> inference_pb2.TokenLogprobs:
 
 
 def logprobs_from_proto(message: inference_pb2.TokenLogprobs) -> TokenLogprobs:
-    """One position's log-probabilities."""
+    """Converts the log-probabilities of a position."""
     return TokenLogprobs(
         token_id=TokenId(message.token_id),
         logprob=message.logprob,
@@ -300,7 +300,7 @@ def _plain(cls: type[D], message: Message, **different: Any) -> D:
 
 
 def _names(cls: Any) -> tuple[tuple[str, str], ...]:
-    """Of the fields of a dataclass, here and in its message; listed once."""
+    """Pairs of a dataclass field's name and its message field's name, listed once per class."""
     if cls not in _NAMES:
         _NAMES[cls] = tuple((field.name, _IN_PROTOBUF.get(field.name, field.name)) for field in fields(cls))
     return _NAMES[cls]

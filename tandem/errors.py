@@ -68,7 +68,7 @@ class TandemError(Exception):
     reason: Reason = Reason.INTERNAL
     retryable: bool = False
     retry_after_s: float = 1.0
-    """Of an Overloaded, and of an Unavailable with reason MODEL_CHANGED."""
+    """Seconds after which to try again, for Overloaded and for Unavailable with reason MODEL_CHANGED."""
 
     def __init__(self, message: str, field: str = "") -> None:
         super().__init__(message)
@@ -95,13 +95,13 @@ class UnsupportedOption(TandemError):
 
 
 class ModelNotFound(TandemError):
-    """The named model is not the served one."""
+    """The model asked for is not served here."""
 
     reason = Reason.MODEL_NOT_FOUND
 
 
 class Unauthenticated(TandemError):
-    """The caller brought no bearer token, or one that is not accepted."""
+    """The caller brought no bearer token, or an unknown token."""
 
     reason = Reason.UNAUTHENTICATED
 
@@ -142,7 +142,7 @@ class DeadlineExceeded(TandemError):
 
 
 class TransferError(TandemError):
-    """A KV hand-off failed; nothing of it was decoded."""
+    """A KV hand-off failed; no token comes from its blocks."""
 
     reason = Reason.TRANSFER_FAILED
     retryable = True

@@ -22,7 +22,7 @@ Handle = NewType("Handle", int)
 WorkerId = NewType("WorkerId", str)
 """Stable name of a worker."""
 Incarnation = NewType("Incarnation", str)
-"""One life of one process: 32 hex digits drawn at start."""
+"""Id of one life of a process: 32 hex digits drawn at start."""
 BlockId = NewType("BlockId", int)
 """Physical index of a KV block in its pool."""
 TokenId = NewType("TokenId", int)
@@ -45,12 +45,12 @@ class Role(StrEnum):
 
     @property
     def prefills(self) -> bool:
-        """Whether it computes prompts for others."""
+        """Whether the role computes prompts for other workers."""
         return self is not Role.DECODE
 
     @property
     def decodes(self) -> bool:
-        """Whether it owns a pool that sequences decode in."""
+        """Whether the role owns a pool that sequences decode in."""
         return self is not Role.PREFILL
 
 
@@ -97,7 +97,7 @@ class Constraint:
 
     language: Language
     texts: tuple[str, ...]
-    """One, but for CHOICE."""
+    """Texts of the constraint: several for CHOICE, otherwise a single text."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,7 +129,7 @@ class SamplingParams:
     constraint: Constraint | None = None
 
     def of_choice(self, index: int) -> SamplingParams:
-        """The same, with the seed of one choice."""
+        """Returns the parameters with the seed of one choice."""
         return self if index == 0 else replace(self, seed=(self.seed + index) & _SEED_MASK)
 
 
@@ -146,7 +146,7 @@ class TextParams:
 
 @dataclass(frozen=True, slots=True)
 class ChoiceSpec:
-    """One choice of a request that is still to be completed."""
+    """A choice of a request that must still be completed."""
 
     index: int
     output_token_ids: tuple[TokenId, ...] = ()
@@ -196,7 +196,7 @@ class GroupSpec:
 
     @property
     def max_total_tokens(self) -> int:
-        """Most tokens that one choice can come to, prompt and completion."""
+        """Most tokens of one choice, prompt and completion together."""
         return self.num_prompt_tokens + self.sampling.max_tokens
 
     @property
@@ -242,11 +242,11 @@ class TokenDelta(NamedTuple):
     index: int = 0  # type: ignore[assignment]  # in place of a method that nobody calls
     """Which choice."""
     score: float | None = None
-    """Of a choice that a beam search found."""
+    """Score of a choice that a beam search found."""
 
     @property
     def end(self) -> int:
-        """Offset of the token after the last one."""
+        """Offset of the token after the last token of the delta."""
         return self.offset + len(self.token_ids)
 
 
@@ -254,7 +254,7 @@ class PrefixAt(StrEnum):
     """Where KV of a request's first tokens seems to be when it is placed."""
 
     CHOSEN = "chosen"
-    """On a worker that was chosen for it."""
+    """On a worker chosen for the prefix."""
     ELSEWHERE = "elsewhere"
     """Only on others, which were passed over for their load or for other reasons."""
     NOWHERE = "nowhere"
@@ -268,7 +268,7 @@ class MoveReason(StrEnum):
 
 
 class PlacementReason(StrEnum):
-    """Why a request's prompt is computed where it is."""
+    """Why a prompt is computed on this worker."""
 
     LOCAL_STATIC = "local_static"
     """The decode worker computes every prompt: that is its fixed part."""
@@ -284,13 +284,13 @@ class PlacementReason(StrEnum):
     """The decode worker computes no such prompts."""
     REMOTE_FASTER = "remote_faster"
     """Another worker should have it computed and handed over sooner than the elastic one that decodes it."""
-    HANDED_OVER = "handed_over"
-    """Its KV is there: another decode worker hands over what it runs."""
+    MOVED = "handed_over"
+    """The prompt's KV is on another decode worker, which moves the running request."""
 
 
 @dataclass(frozen=True, slots=True)
 class PoolCounts:
-    """Blocks of one pool by state, and its waste. `free + … + quarantined + cached == total`."""
+    """Blocks of one pool by state, and the waste. `free + … + quarantined + cached == total`."""
 
     total: int
     free: int
@@ -324,13 +324,11 @@ class WorkerInfo:
     pid: int
     device: str
     admin_address: str = ""
-    """HOST:PORT of its admin port; empty = it has none."""
+    """HOST:PORT of the worker's admin port; empty without an admin port."""
     pool_tokens: int = 0
     """Token slots of its pool, which all choices of a request must fit into together; 0 = not known."""
     max_seqs: int = 0
     """Sequences in its batch at most; 0 = not known."""
-    core_group: str = ""
-    """The same of two workers that lend each other all their cores while these are idle; empty = it does not."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -352,6 +350,6 @@ class WorkerLoad:
     step_objective_s: float = 0.0
     """Longest step that its inter-token objective allows while sequences decode; 0 = none."""
     running_for_others: int = 0
-    """Of `running_seqs`, prompts that it computes for other workers."""
+    """Prompts among `running_seqs` that the worker computes for other workers."""
     waiting_for_others: int = 0
     """The same of `waiting_seqs`."""

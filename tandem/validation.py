@@ -28,14 +28,14 @@ _POOL_REMEDY = "ask for less, or start the workers with a larger --kv-memory"
 
 @dataclass(frozen=True, slots=True)
 class Validator:
-    """Judges what is asked of one model."""
+    """Checks requests against the limits of one model."""
 
     limits: Limits
     vocab_size: int
     context_tokens: int
 
     def validate_request_id(self, request_id: str) -> None:
-        """Size, and no control characters: it goes into logs. Raises InvalidRequest."""
+        """Checks size and characters, since the id goes into logs. Raises InvalidRequest."""
         if len(request_id.encode()) > self.limits.max_request_id_bytes or not request_id.isprintable():
             raise InvalidRequest(
                 "request_id", f"must be printable and at most {self.limits.max_request_id_bytes} bytes"
@@ -132,7 +132,7 @@ class Validator:
                 )
 
     def validate_group(self, spec: GroupSpec, max_sequence_tokens: int | None = None) -> None:
-        """All of a request as a worker got it. Raises InvalidRequest."""
+        """Checks a request as a worker receives it. Raises InvalidRequest."""
         self.validate_request_id(spec.request_id)
         self.validate_prompt_tokens(spec.prompt_token_ids)
         self.validate_sampling(spec.sampling)

@@ -19,13 +19,8 @@ class Asked:
 
     rank: Rank
     group: Group
-    for_another: bool = False
     came_after_tokens: int = 0
     num_overtaken: int = 0
-
-    @property
-    def num_seats(self) -> int:
-        return 0 if self.for_another else self.group.num_seats
 
 
 def asked(

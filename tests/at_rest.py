@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from bench.cluster import eventually
+from bench.support.cluster import eventually
 from tandem.client import Client
 
 

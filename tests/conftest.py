@@ -47,7 +47,7 @@ def pytest_collection_finish() -> None:
 
 @pytest.fixture(scope="session")
 def fork_command() -> Iterator[Forking]:
-    """In place of `bench.cluster.open_command`: what it starts is forked, and nothing is imported once more."""
+    """In place of `bench.support.cluster.open_command`: what it starts is forked, and nothing is imported once more."""
     from tests.forked_commands import forking  # it imports all of `tandem`, which few tests need
 
     with forking() as fork:

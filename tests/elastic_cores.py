@@ -9,14 +9,15 @@ import asyncio
 from dataclasses import replace
 from typing import Any
 
+from decode_worker.policy import WorkerPolicy
 from decode_worker.scheduler import StepLimits
-from decode_worker.worker import DecodeWorker, WorkerParts, WorkerPolicy
+from decode_worker.worker import new_decode_worker
 from engine.block_pool import BlockPool
 from engine.prefix_cache import PrefixCache
 from router.attempt import Attempt
 from router.delivery import ChoiceStream, Delivery
 from router.placement import Placement
-from shell.telemetry.observers import RequestObserver
+from shell.telemetry.events import Events
 from tandem.errors import TandemError
 from tandem.limits import Limits
 from tandem.types import ChoiceSpec, GroupSpec, Incarnation, Role, TextParams, TokenId, WorkerId, WorkerInfo
@@ -24,6 +25,8 @@ from tandem.validation import Validator
 from tests.joined_cores import BLOCK_SIZE, CoreLink, Ids, Wire, info_of
 from tests.manual_clock import ManualClock
 from tests.token_engine import VOCAB_SIZE, WAIT_S, FakeEngine
+from worker.core import Worker
+from worker.parts import WorkerParts
 
 NAMES = ("a", "b")
 _NEVER_S = 1e9
@@ -46,12 +49,10 @@ class ElasticCores:
             StepLimits(BLOCK_SIZE, max_seqs, chunk_tokens), 4096, first_guess_tokens=4, elastic=True, max_overtakes=2
         )
         validator = Validator(Limits(), VOCAB_SIZE, context_tokens=4096)
-        self.cores: dict[str, DecodeWorker] = {}
+        self.cores: dict[str, Worker] = {}
         for name, other in (NAMES, NAMES[::-1]):
-            parts = WorkerParts(
-                self.engines[name], self.caches[name], wires[name], validator, self.clock, sender=wires[other]
-            )
-            self.cores[name] = DecodeWorker(parts, policy)
+            parts = WorkerParts(self.engines[name], self.caches[name], validator, self.clock)
+            self.cores[name] = new_decode_worker(parts, wires[name], policy, wires[other])
         self.infos = {name: _info_of(name) for name in NAMES}
         self.links = {name: CoreLink(self.infos[name], core) for name, core in self.cores.items()}
 
@@ -118,11 +119,11 @@ class Asked:
 
     async def _run(self) -> None:
         streams = [_stream(index, ids) for index, ids in enumerate(self._ids)]
-        cores, delivery = self._cores, Delivery(streams, RequestObserver())
+        cores, delivery = self._cores, Delivery(streams, Events())
         while True:
             links: Any = cores
             attempt = Attempt(
-                *(self._placement, links, delivery, RequestObserver(), cores.clock, cores.clock.now_s()),
+                *(self._placement, links, delivery, Events(), cores.clock, cores.clock.now_s()),
                 *(_NEVER_S, lambda _: None),
             )
             try:

@@ -9,7 +9,7 @@ from contextlib import asynccontextmanager
 import grpc.aio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from bench.ports import free_ports
+from bench.support.ports import free_ports
 from shell.rpc.server import RpcServer, Service
 from tandem.v1 import registry_pb2, registry_pb2_grpc
 
@@ -23,19 +23,10 @@ class Registry(registry_pb2_grpc.RegistryServiceServicer):
         self.answers = [registry_pb2.RegisterResponse(lease_seconds=lease_s)]
         self.said: asyncio.Queue[registry_pb2.RegisterRequest] = asyncio.Queue()
         self.num_streams = 0
-        self.process_ports: list[int] = []
-        """Of the router's processes, as it tells."""
         self.hang_up = asyncio.Event()
         self.hung_up = asyncio.Event()
         self.code = grpc.StatusCode.OK
         """That a stream ends with when this hangs up."""
-
-    async def ListProcesses(  # noqa: N802
-        self,
-        request: registry_pb2.ListProcessesRequest,
-        context: grpc.aio.ServicerContext[registry_pb2.ListProcessesRequest, registry_pb2.ListProcessesResponse],
-    ) -> registry_pb2.ListProcessesResponse:
-        return registry_pb2.ListProcessesResponse(ports=self.process_ports)
 
     async def Register(  # noqa: N802
         self,

@@ -1,4 +1,4 @@
-"""A `tandem` command that runs to its end; in end-to-end tests it is forked, as what `bench.cluster` starts."""
+"""A `tandem` command that runs to its end; in end-to-end tests it is forked, as what `bench.support.cluster` starts."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from bench import cluster
+from bench.support import cluster
 
 TIMEOUT_S = 60.0
 

@@ -1,6 +1,6 @@
 """A hand-off within one process and one loop: no sockets, real rules.
 
-Tickets, states, checksums, staging and listeners are those of the real receiver (`offers`, `local_pool`); only the
+Tickets, states, checksums, staging and listeners are those of the real receiver (`offers`, `pool`); only the
 connection is missing. `Faults` says what goes wrong, by count or position, never by chance.
 """
 
@@ -15,11 +15,10 @@ import numpy as np
 
 from kvtransfer.base import BlockRef, Fingerprints, HandoffListener, Offer, PoolMemory, TransferReport
 from kvtransfer.handshake import Hello, compare
-from kvtransfer.host_rows import HostRows
-from kvtransfer.local_pool import LocalPool, open_pool
 from kvtransfer.messages import Commit, Write, digest_of
 from kvtransfer.offers import OfferTable
-from kvtransfer.row_copy import Rows
+from kvtransfer.pool import Pool
+from kvtransfer.rows import ByteRows, Rows
 from kvtransfer.ticket import Ticket
 from shell.clock import Clock
 from tandem.errors import PeerLost, TransferError
@@ -80,7 +79,7 @@ class InprocReceiver:
     """Implements `base.Receiver`."""
 
     def __init__(self, memory: PoolMemory, fingerprints: Fingerprints, clock: Clock, network: InprocNetwork) -> None:
-        self.pool = open_pool(memory, fingerprints)
+        self.pool = Pool(memory, fingerprints)
         self.table = OfferTable(memory.incarnation, fingerprints.layout.fingerprint(), self.pool.num_blocks, clock)
         self._network = network
         self._endpoint = f"inproc:{memory.incarnation}".encode()
@@ -126,7 +125,7 @@ class InprocSender:
         network: InprocNetwork,
         faults: Faults | None = None,
     ) -> None:
-        self._pool = open_pool(memory, fingerprints)
+        self._pool = Pool(memory, fingerprints)
         self._clock = clock
         self._network = network
         self._faults = faults or Faults()
@@ -154,9 +153,7 @@ class InprocSender:
 class InprocHandoff:
     """Implements `base.Handoff` on one side and `incoming.Writer` on the other."""
 
-    def __init__(
-        self, ticket: Ticket, source: LocalPool, receiver: InprocReceiver, clock: Clock, faults: Faults
-    ) -> None:
+    def __init__(self, ticket: Ticket, source: Pool, receiver: InprocReceiver, clock: Clock, faults: Faults) -> None:
         self._ticket = ticket
         self._source = source
         self._target = receiver.pool
@@ -231,21 +228,24 @@ class InprocHandoff:
             await self._settle(sent, targets)
         self._busy_s += self._clock.now_s() - started_s
 
-    async def _read(self, sources: tuple[BlockId, ...]) -> Rows:
-        if self._source.ring is None:
-            return self._source.rows[list(sources)]
+    async def _read(self, sources: tuple[BlockId, ...]) -> ByteRows:
         rows = np.empty((len(sources), self._source.block_bytes), np.uint8)
-        await self._source.copy_out(sources, HostRows(rows), range(len(sources)))
+        await self._source.copy_to(Rows(rows), sources, range(len(sources)))
         return rows
 
-    async def _settle(self, sent: Rows, targets: tuple[BlockId, ...]) -> None:
-        if self._target.ring is None:
-            self._target.rows[list(targets)] = sent
-            return
-        try:
-            await self._target.copy_in(HostRows(sent), range(len(sent)), targets)
-        except TransferError as error:
-            self._table.fail(self.number, error)
+    async def _settle(self, sent: ByteRows, targets: tuple[BlockId, ...]) -> None:
+        pool = self._target
+        while targets:
+            loan = await pool.arriving.taken(len(targets))
+            due, targets = targets[: loan.num_blocks], targets[loan.num_blocks :]
+            rows = loan.rows_for(due)
+            pool.rows.array[list(rows)], sent = sent[: len(rows)], sent[len(rows) :]
+            try:
+                await pool.settle(rows, due)
+            except TransferError as error:
+                self._table.fail(self.number, error)
+            finally:
+                loan.release()
 
     @contextmanager
     def _under_way(self) -> Iterator[None]:
@@ -273,5 +273,5 @@ class InprocHandoff:
             raise self._error
 
 
-def _checksums(rows: Rows) -> tuple[int, ...]:
-    return HostRows(rows).checksums(range(len(rows)))
+def _checksums(rows: ByteRows) -> tuple[int, ...]:
+    return Rows(rows).checksums(range(len(rows)))

@@ -10,23 +10,23 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+from decode_worker.policy import WorkerPolicy
 from decode_worker.scheduler import StepLimits
-from decode_worker.worker import DecodeWorker, WorkerPolicy
-from decode_worker.worker import WorkerParts as DecodeParts
+from decode_worker.worker import new_decode_worker
 from engine.block_pool import BlockPool
 from engine.host_tier import HostTier
 from engine.prefix_cache import PrefixCache
 from engine.step import SampledToken
 from kvtransfer.base import BlockRef, HandoffListener, Offer, TransferReport
-from prefill_worker.scheduler import BatchLimits
-from prefill_worker.worker import PrefillWorker
-from prefill_worker.worker import WorkerParts as PrefillParts
+from prefill_worker.prompt_line import LineLimits
+from prefill_worker.prompts import PromptPolicy
+from prefill_worker.worker import new_prefill_worker
 from router.attempt import Attempt
 from router.choice_stream import ChoiceStream
 from router.delivery import Delivery
 from router.placement import Placement
 from router.worker_link import GroupListener
-from shell.telemetry.observers import RequestObserver, WorkerObserver
+from shell.telemetry.events import Events
 from tandem.convert import group_from_proto
 from tandem.errors import TandemError, TransferError
 from tandem.limits import Limits
@@ -51,7 +51,7 @@ from tests.fake_disk import LateDisk
 from tests.manual_clock import ManualClock
 from tests.registering import INFO
 from tests.token_engine import VOCAB_SIZE, WAIT_S, FakeEngine
-from worker.outgoing_transfer import OutgoingPolicy
+from worker.parts import WorkerParts
 from worker.ports import Destination, RouterPort
 
 BLOCK_SIZE = 4
@@ -278,13 +278,11 @@ class Running:
         self.spec = spec
         self._ids = Ids()
         detokenizer: Any = self._ids
-        delivery = Delivery([ChoiceStream(0, detokenizer, TextParams(), lambda _: None)], RequestObserver())
+        delivery = Delivery([ChoiceStream(0, detokenizer, TextParams(), lambda _: None)], Events())
         if placement is None:
             placement = Placement(cores.infos[Role.PREFILL], cores.infos[Role.DECODE])
         now_s = cores.clock.now_s()
-        self._attempt = Attempt(
-            placement, cores, delivery, RequestObserver(), cores.clock, now_s, SILENCE_S, lambda _: None
-        )
+        self._attempt = Attempt(placement, cores, delivery, Events(), cores.clock, now_s, SILENCE_S, lambda _: None)
         self.task = asyncio.create_task(self._run(spec))
 
     async def _run(self, spec: GroupSpec) -> None:
@@ -328,21 +326,14 @@ class JoinedCores:
         }
         wire: Any = Wire(self.engines[Role.PREFILL], self.engines[Role.DECODE])
         validator = Validator(Limits(), VOCAB_SIZE, context_tokens=4096)
-        self.prefill = PrefillWorker(
-            PrefillParts(
-                self.engines[Role.PREFILL],
-                self.caches[Role.PREFILL],
-                wire,
-                validator,
-                self.clock,
-                WorkerObserver(),
-            ),
-            BatchLimits(chunk_tokens=8, max_seqs=4),
-            OutgoingPolicy(),
-            max_sequence_tokens=4096,
+        self.prefill = new_prefill_worker(
+            WorkerParts(self.engines[Role.PREFILL], self.caches[Role.PREFILL], validator, self.clock),
+            wire,
+            PromptPolicy(LineLimits(max_seqs=4), 4096, chunk_tokens=8),
         )
-        self.decode = DecodeWorker(
-            DecodeParts(self.engines[Role.DECODE], self.caches[Role.DECODE], wire, validator, self.clock),
+        self.decode = new_decode_worker(
+            WorkerParts(self.engines[Role.DECODE], self.caches[Role.DECODE], validator, self.clock),
+            wire,
             WorkerPolicy(StepLimits(BLOCK_SIZE, max_seqs, chunk_tokens=16), 4096, first_guess_tokens=4),
         )
         self.links = {

@@ -14,7 +14,7 @@ from typing import Any, cast
 
 import torch
 
-from kvtransfer.local_pool import LocalPool
+from kvtransfer.pool import Pool
 from kvtransfer.transport import (
     Acceptor,
     Fields,
@@ -128,7 +128,7 @@ class PumpedTransport:
     def probe(self, device: torch.device) -> TransportStatus:
         return self._inner.probe(device)
 
-    def listen(self, pool: LocalPool, options: ListenOptions) -> Acceptor:
+    def listen(self, pool: Pool, options: ListenOptions) -> Acceptor:
         acceptor = self._inner.listen(pool, options)
 
         def accept(sock: socket.socket) -> ReceivingLane:
@@ -136,10 +136,10 @@ class PumpedTransport:
 
         return dataclasses.replace(acceptor, accept=accept)
 
-    def unreachable(self, pool: LocalPool, fields: Fields) -> str | None:
+    def unreachable(self, pool: Pool, fields: Fields) -> str | None:
         return self._inner.unreachable(pool, fields)
 
-    async def dial(self, pool: LocalPool, fields: Fields, tls: ClientTls | None) -> tuple[socket.socket, SendingLane]:
+    async def dial(self, pool: Pool, fields: Fields, tls: ClientTls | None) -> tuple[socket.socket, SendingLane]:
         self.dialling += 1
         try:
             far, lane = await self._inner.dial(pool, fields, tls)

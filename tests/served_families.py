@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 
-import bench.cluster
+import bench.support.cluster
 from bench import exactness
 from tests.forked_commands import forking
 
@@ -16,7 +16,7 @@ from tests.forked_commands import forking
 def main() -> int:
     """Returns the exit code."""
     with forking() as open_command:
-        bench.cluster.open_command = open_command  # type: ignore[assignment]
+        bench.support.cluster.open_command = open_command  # type: ignore[assignment]
         return exactness.main()
 
 

@@ -20,8 +20,7 @@ import torch
 
 from kvtransfer import nixl_agent
 from kvtransfer.base import Fingerprints, PoolMemory
-from kvtransfer.host_rows import HostRows
-from kvtransfer.row_copy import copy_rows
+from kvtransfer.rows import Rows
 from tandem.kv_layout import DType, KvLayout
 from tandem.types import BlockId, Incarnation
 from tests import nixl_param
@@ -75,13 +74,13 @@ class CopiedStaging:
 
     def __init__(self, blocks: torch.Tensor) -> None:
         self.num_blocks = len(blocks)
-        self._blocks = HostRows(blocks.numpy())
+        self._blocks = Rows(blocks.numpy())
 
-    async def copy_out(self, block_ids: Sequence[BlockId], into: HostRows, rows: Sequence[int]) -> None:
-        copy_rows(self._blocks.rows, block_ids, into.rows, rows)
+    async def copy_out(self, block_ids: Sequence[BlockId], into: Rows, rows: Sequence[int]) -> None:
+        self._blocks.copy_to(into, block_ids, rows)
 
-    async def copy_in(self, source: HostRows, rows: Sequence[int], block_ids: Sequence[BlockId]) -> None:
-        copy_rows(source.rows, rows, self._blocks.rows, block_ids)
+    async def copy_in(self, source: Rows, rows: Sequence[int], block_ids: Sequence[BlockId]) -> None:
+        source.copy_to(self._blocks, rows, block_ids)
 
 
 class StagedPool:

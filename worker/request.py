@@ -1,7 +1,4 @@
-"""One request on a worker: who asked, what was asked, how far it is. The same for both roles.
-
-It stays with the request through all its stages here; its stage is told by who holds it.
-"""
+"""One request on a worker: who asked, what was asked, how far it is. The same object in all stages and roles."""
 
 from __future__ import annotations
 
@@ -11,7 +8,7 @@ from engine.beam_group import BeamGroup, new_group
 from engine.sequence import Sequence
 from engine.step import SampledToken
 from shell.clock import Deadline
-from shell.telemetry.observers import SequenceObserver
+from shell.telemetry.events import FirstToken, SequenceEvents
 from tandem.errors import InternalError
 from tandem.types import FinishReason, GroupSpec, Handle, TokenLogprobs
 from worker.ports import RouterPort
@@ -31,12 +28,12 @@ class Request:
         number: int,
         arrived_s: float,
         deadline: Deadline,
-        observer: SequenceObserver,
-        destination: str = "",
+        events: SequenceEvents,
+        destination: str | None = None,
     ) -> None:
-        """`number` counts up with each arrival; `observer` is told of each thing where it happens.
+        """`number` counts up with each arrival; `events` carries what happens to the request.
 
-        `destination` names the decode worker that a prefill worker hands it to.
+        `destination` names the worker to which this one hands it once its prompt is computed; None = it stays here.
         """
         self.router = router
         self.handle = handle
@@ -45,53 +42,53 @@ class Request:
         self.rank: Rank = (-spec.priority, number)
         self.arrived_s = arrived_s
         self.deadline = deadline
-        self.observer = observer
+        self.events = events
         self.destination = destination
         self.started_s: float | None = None
-        """When its first tokens were scheduled; None before."""
+        """When the first tokens were scheduled; None before."""
         self.owes_prefill_done = True
         """Whether the prompt is computed here, and the router has not been told that it is done."""
+        self.has_ended = False
+        """Whether the request has ended: nothing more is said about it."""
         self.max_local_tokens: int | None = None
         """Most tokens that a worker which computes the prompt itself may have to compute; None = any number."""
-        self.for_another = False
-        """Whether a worker that also decodes computes the prompt for another one, to which it hands it over."""
         self.came_after_tokens = 0
-        """Prompt tokens that its worker had computed when it came: its age, as `turns` counts it."""
+        """Prompt tokens that the worker had computed when the request came: its age, as `turns` counts it."""
         self.num_sampled_tokens = 0
         """Tokens drawn here, of all choices."""
         self.num_overtaken = 0
-        """Plans by which one of a later rank took a seat, while it waited without blocks."""
+        """Plans by which a later request took a seat, while this one waited without blocks."""
+
+    @property
+    def for_another(self) -> bool:
+        """Returns whether the prompt is computed here for another worker."""
+        return self.destination is not None
 
     @property
     def reads_cache(self) -> bool:
-        """Whether KV that a cache knows may stand for what is still to be computed."""
+        """Returns whether KV that a cache knows may stand for tokens that are still to be computed."""
         return not self.owes_prefill_done or self.spec.sampling.prompt_logprobs is None
 
     @property
-    def num_seats(self) -> int:
-        """Rows of the batch that it takes, or will take, for decoding."""
-        return 0 if self.for_another else self.group.num_seats
-
-    @property
     def cached_tokens(self) -> int:
-        """Tokens of the prompt whose KV was found here; output that a resumed request brings is not counted."""
+        """Returns the prompt tokens whose KV was found here; output that a resumed request brings is not counted."""
         return min(self.group.prefix.num_cached_tokens, self.spec.num_prompt_tokens)
 
     def prompt_computed(self, now_s: float) -> None:
-        """Tells router and observer, before the first tokens; once, by the worker that computed it."""
+        """Emits the prompt as computed and reports it to the router; called once, before the first tokens."""
         started_s = now_s if self.started_s is None else self.started_s
-        self.observer.first_token()
+        self.events.emit(FirstToken())
         self.router.prefill_done(self.handle, started_s - self.arrived_s, now_s - started_s, self.cached_tokens)
 
     def take_scores(self, scores: tuple[TokenLogprobs, ...]) -> None:
-        """Tells the router log-probabilities of the next tokens of the prompt."""
+        """Sends the router log-probabilities of the next tokens of the prompt."""
         told = self.group.prompt_scores
         if told is None:
             raise InternalError("log-probabilities of a prompt that nobody asked for")
         self.router.prompt_logprobs(self.handle, told.take(len(scores)), scores)
 
     def tell_found(self, search: BeamGroup) -> None:
-        """Tells its router every choice, whole: what the search has found, best first."""
+        """Sends the router every choice whole, as the search has found them, best first."""
         for index in [choice.index for choice in self.spec.choices]:
             found = search.best(index)
             last = len(found.tokens) - 1
@@ -102,7 +99,7 @@ class Request:
             self.num_sampled_tokens += len(found.tokens)
 
     def take_token(self, choice: Sequence, token: SampledToken) -> FinishReason | None:
-        """Adds a drawn token to a choice and tells it to the router, with the finish reason if it is the last."""
+        """Adds a drawn token to a choice and sends it to the router, with the finish reason if it is the last."""
         offset = choice.num_output_tokens
         finish_reason = choice.append_token(token.token_id)
         self.num_sampled_tokens += 1

@@ -13,7 +13,7 @@ from itertools import accumulate, tee
 import torch
 
 from bench.kernels.shapes import AttentionShape
-from bench.timing import Call
+from bench.support.timing import Call
 from kernels.attention import AttentionBackend, AttentionMetadata, AttentionParams
 from kernels.quantized_kv import quantize_rows
 

@@ -17,7 +17,7 @@ from torch.nn.attention.bias import causal_lower_right
 from torch.nn.functional import scaled_dot_product_attention
 
 from bench.kernels.attention_batch import AttentionBatch, rows_of
-from bench.timing import Call
+from bench.support.timing import Call
 
 CUDA_SDPA = {
     "sdpa flash": SDPBackend.FLASH_ATTENTION,

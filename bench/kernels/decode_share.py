@@ -16,7 +16,7 @@ import torch
 from bench.kernels.attention_batch import AttentionBatch
 from bench.kernels.operation_calls import OperationCalls, linear_calls, small_calls
 from bench.kernels.shapes import LayerShape, decode_shape
-from bench.timing import Call
+from bench.support.timing import Call
 from kernels.operations import Kernels
 from kernels.sampling import DrawParams
 

@@ -16,7 +16,8 @@ from pathlib import Path
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from bench.timing import Call
+from bench.support.step_timer import two_in_flight
+from bench.support.timing import Call
 from engine.batch import Batch, build_batch
 from engine.graphs import CudaCapturer, DecodeGraphs
 from engine.kv_cache import KvCache
@@ -29,8 +30,6 @@ from tandem.types import BlockId, SamplingParams, TokenId
 
 _MODEL, _BATCH, _CONTEXT, _BLOCK_SIZE = "135m", 32, 1024, 16
 _STEPS = 100
-CAPTURED, OVERLAPPED = "captured", "captured, engine with two steps in flight"
-"""What the device should hardly be idle in."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +43,7 @@ class LaunchGap:
 
     @property
     def idle_share(self) -> float:
-        """Of the wall time; what graphs should bring to nothing."""
+        """Share of the wall time; at most 0.03 is aimed at in a captured step."""
         return max(0.0, 1 - self.busy_s / self.wall_s)
 
     def __str__(self) -> str:
@@ -56,7 +55,7 @@ class LaunchGap:
 
 def measure_gaps(device: torch.device) -> list[LaunchGap]:
     """The model's forward pass launched and captured, and the engine's whole step with graphs."""
-    from bench.peers.model import PEER_SHAPES, write_checkpoint  # needs transformers
+    from bench.support.checkpoints import PEER_SHAPES, write_checkpoint  # needs transformers
 
     with tempfile.TemporaryDirectory() as folder, torch.inference_mode():
         write_checkpoint(PEER_SHAPES[_MODEL], Path(folder))
@@ -95,24 +94,10 @@ def _measure_all(model: LoadedModel, kv_cache: KvCache, kernels: Kernels) -> lis
     runner = Runner(model.decoder, kv_cache, kernels, graphs)
     return [
         measure_gap("launched one by one", lambda: _forward(model, kv_cache, batch)),
-        measure_gap(CAPTURED, lambda: graphs.run(batch)),
+        measure_gap("captured", lambda: graphs.run(batch)),
         measure_gap("captured, whole engine step", lambda: runner.run(step)),
-        measure_gap(OVERLAPPED, two_in_flight(runner, step)),
+        measure_gap("captured, engine with two steps in flight", two_in_flight(runner, step)),
     ]
-
-
-def two_in_flight(runner: Runner, step: Step) -> Call:
-    """Launches a step that the one before it feeds, then waits for that one, as a decode worker does."""
-    fed = Step(tuple(seq._replace(token_ids=(TokenId(0),), feed=number) for number, seq in enumerate(step.seqs)))
-    before = runner.launch(runner.prepare(step), None)
-
-    def call() -> None:
-        nonlocal before
-        launched = runner.launch(runner.prepare(fed), before)
-        runner.collect(before)
-        before = launched
-
-    return call
 
 
 def _forward(model: LoadedModel, kv_cache: KvCache, batch: Batch) -> torch.Tensor:

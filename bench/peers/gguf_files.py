@@ -1,4 +1,4 @@
-"""GGUF files of a checkpoint of `bench.peers.model`, for llama.cpp: run by its environment's python, as a file.
+"""GGUF files of a checkpoint of `bench.support.checkpoints`, for llama.cpp: run by its environment's python, as a file.
 
 `… MODEL_DIR TYPE…` writes `MODEL_DIR/<TYPE>.gguf` for each. BF16 has the checkpoint's own bits, norms in float32;
 from it llama.cpp quantises the others itself. The container is written by the package gguf. There is no vocabulary:

@@ -44,8 +44,9 @@ def describe() -> str:
 def load(tier: str | None = None) -> Kernels:
     """All of them at `tier`, without it at the highest that this machine runs. Raises InternalError if it does not."""
     from kernels.cpu.attention import CpuAttention
+    from kernels.cpu.core_loans import CoreLoan
     from kernels.cpu.decoder import compile_step
-    from kernels.cpu.library import Library, take_num_lent, take_threads
+    from kernels.cpu.library import Library, take_threads
     from kernels.cpu.operations import CpuOperations
     from kernels.cpu.row_max import RowMax
     from kernels.operations import Kernels
@@ -55,8 +56,7 @@ def load(tier: str | None = None) -> Kernels:
         CpuAttention(library),
         CpuOperations(library),
         row_max=RowMax(library),
-        take_thread=take_threads,
-        take_num_lent=take_num_lent,
+        take_thread=partial(take_threads, CoreLoan.of_process()),
         full_tokens=None if library.tier == _AMX else _FULL_TOKENS,
         compile_step=partial(compile_step, library),
     )

@@ -90,7 +90,7 @@ class CpuAttention:
 
 
 def _address_of_sinks(q: torch.Tensor, params: AttentionParams) -> int | None:
-    """Checked for each layer: unlike the rest, they are its own."""
+    """Returns the address of the layer's sinks. They are checked for each layer, since each layer has its own."""
     if params.sinks is None:
         return None
     Dims(H=q.shape[1]).check("sinks", params.sinks, ("H",), torch.float32, q.device)
@@ -118,7 +118,9 @@ class AttendShape(ctypes.Structure):
         metadata: AttentionMetadata,
         params: AttentionParams,
     ) -> AttendShape:
-        """Of queries so many elements apart, over pools like `kv_layer`. The metadata must outlive it."""
+        """Builds the shape of a call: queries `q_stride` elements apart, over pools like `kv_layer`. The metadata must
+        outlive the shape.
+        """
         num_blocks, _, num_kv_heads, block_size, head_dim = kv_layer.shape
         tables = metadata.block_tables
         return cls(
@@ -165,7 +167,7 @@ class _Step:
     def fits(
         self, q: torch.Tensor, kv_layer: torch.Tensor, metadata: AttentionMetadata, params: AttentionParams
     ) -> bool:
-        """Whether these are another layer's arguments of the same step."""
+        """Whether the arguments belong to another layer of the same step."""
         return (
             self._metadata is metadata
             and (self._params is params or self._params == params)

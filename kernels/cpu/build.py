@@ -44,7 +44,9 @@ class BuildError(Exception):
 
 
 def library_path(part: str, folder: Path | None = None) -> Path:
-    """Of a tier or of `COMMON`, as the sources are now. What lies there is whole."""
+    """Returns the path of the library of a tier or of `COMMON`, named by the present sources. A file at that path is
+    whole.
+    """
     return (folder or FOLDER) / f"_native-{part}-{source_hash()}.so"
 
 
@@ -118,7 +120,7 @@ def _compile(compiler: str, libraries: Mapping[str, Path], objects: Path, folder
 
 
 def _compilations(compiler: str, part: str, objects: Path) -> Iterator[list[str]]:
-    """One command per object."""
+    """Yields one compiler command per object."""
     tier_flags = () if part == COMMON else (*TIERS[part].flags, f"-DTANDEM_TIER={part}")
     for source in sorted(SOURCES.glob("*.cpp")):
         if (source.name in _COMMON_SOURCES) == (part == COMMON):

@@ -59,7 +59,7 @@ class PhaseClock:
 
     @property
     def address(self) -> int:
-        """Where steps add to it."""
+        """Address at which steps add their times."""
         return ctypes.addressof(self._spent_ns)
 
     def take(self) -> dict[str, tuple[float, float]]:
@@ -83,7 +83,7 @@ class NativeStep:
 
     def __init__(self, library: Library, parts: DecoderParts, head: NativeLinear) -> None:
         self.clock: PhaseClock | None = None
-        """Set to have every step on it."""
+        """Clock of every step; None measures nothing."""
         self._parts, self._head = parts, head
         self._dtype = head.dtype
         self._kinds = tuple(dict.fromkeys(layer.params for layer in parts.layers))
@@ -115,9 +115,8 @@ class NativeStep:
         )
 
     def weight_bytes(self) -> dict[str, int]:
-        """Of the packed weights, scales included, that each kind of phase reads over all layers; not of experts.
-
-        Which experts are read depends on the tokens.
+        """Returns, by kind of phase, the bytes of packed weights, scales included, that the phase reads over all
+        layers. Experts are left out, since the tokens decide which are read.
         """
         found = Counter(lm_head=_num_bytes(self._parts.lm_head))
         for layer in self._parts.layers:
@@ -235,13 +234,13 @@ class NativeStep:
 
 
 def _maps(layer: LayerParts) -> Mapping[str, LinearMap]:
-    """Of a layer, but for its experts; by the kind of phase that reads it."""
+    """Returns a layer's maps, experts left out, by the kind of phase that reads them."""
     mlp = dict(zip(("gate_up", "down"), layer.mlp, strict=True)) if isinstance(layer.mlp, tuple) else {}
     return {"qkv": layer.qkv, "output": layer.output, **mlp}
 
 
 def _address(linear: LinearMap) -> int | None:
-    """Of its `Product`, if it has one."""
+    """Returns the address of the map's `Product`, if the map has one."""
     address: int | None = getattr(linear, "product_address", None)
     return address
 

@@ -74,7 +74,7 @@ class NativeExperts:
             *(num_experts, routing.num_active, int(routing.adds_to_one)),
         )
         self.experts_address = ctypes.addressof(self._struct)
-        """Of the struct that native code computes with; lives as long as this does."""
+        """Address of the struct that native code computes with; the struct lives as long as this object."""
         self._call = library.bind(f"experts_{FORMS[self._dtype][1]}", c_void_p, c_void_p, c_int64, c_int64, c_void_p)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:

@@ -18,8 +18,8 @@ from typing import Any
 import torch  # maps its OpenMP runtime
 
 from kernels.cpu import build
+from kernels.cpu.core_loans import ENTRY_BYTES, CoreLoan
 from kernels.cpu.tiers import machine_tiers
-from shell.core_loans import ENTRY_BYTES, CoreLoan
 from shell.telemetry.logging import get_logger
 from tandem.errors import InternalError
 
@@ -34,7 +34,10 @@ class Library:
     __slots__ = ("tier",)
 
     def __init__(self, tier: str | None = None) -> None:
-        """`tier` None takes the highest. Raises InternalError if it cannot run here."""
+        """Loads the library of `tier`; None takes the highest tier.
+
+        Raises InternalError if the tier cannot run here.
+        """
         chosen = tier or best_tier()
         reason = obstacle() if chosen is None else tier_obstacle(chosen)
         if chosen is None or reason is not None:
@@ -66,7 +69,9 @@ class Library:
         return bound
 
     def address(self, name: str) -> int | None:
-        """Of the tier's function, for native code that calls it. Raises InternalError if there is none."""
+        """Returns the address of a function of the tier, for native code. Raises InternalError if the tier lacks the
+        function.
+        """
         return ctypes.cast(self.bind(name), ctypes.c_void_p).value  # type: ignore[arg-type]
 
 
@@ -135,11 +140,6 @@ def take_threads(loan: CoreLoan | None) -> None:
             _share_cores(loan)
         except OSError as error:
             _log.warning("cores are not shared with other workers", ledger=loan.ledger, reason=str(error))
-
-
-def take_num_lent() -> int:
-    """The most borrowed cores that any one kernel, called from this thread, had since the last call."""
-    return int(_open(build.COMMON)[1].tandem_take_most_guests())
 
 
 def _share_cores(loan: CoreLoan) -> None:

@@ -23,11 +23,11 @@ from tandem.errors import InternalError
 FORMS = {torch.float32: (0, "f32"), torch.bfloat16: (1, "bf16"), torch.float16: (2, "f16")}
 """Number of each plain form, as `product::Form` has it, and how the kernels' names call it."""
 MEMORY = PackedMemory()
-"""Of all packed weights."""
+"""Memory of all packed weights."""
 
 _GATES = {None: 0, Activation.SILU: 1, Activation.GELU_TANH: 2}
 _CLAMPED_SWIGLU = 3
-"""Number of each kind, as `Gate` of `src/gates.h` has it."""
+"""Number of each activation, as `Gate` of `src/gates.h` numbers them."""
 _SHORT_TOKENS = 16
 _SHORT_BYTES = 1 << 22
 """Up to so many tokens and bytes of weights a call keeps the GIL: it returns within a fifth of a millisecond."""
@@ -44,7 +44,9 @@ class Product(ctypes.Structure):
 
     @classmethod
     def of(cls, form: int, num_inputs: int, num_rows: int, gate: Gate | None, group: int = 0) -> Product:
-        """Of a weight `[num_rows, num_inputs]`, gates and then ups if there is a `gate`; points to nothing yet."""
+        """Builds the product of a weight `[num_rows, num_inputs]`, gates before ups if there is a `gate`; its pointers
+        are empty.
+        """
         outputs = num_rows if gate is None else num_rows // 2
         if isinstance(gate, ClampedSwiglu):
             return cls(form, num_inputs, outputs, _CLAMPED_SWIGLU, group, alpha=gate.alpha, limit=gate.limit)
@@ -113,12 +115,12 @@ class NativeLinear:
         """`product` points into `packed`, all of whose memory it reads; `dtype` of the activations and `bias`."""
         self._num_inputs, self._num_outputs = int(product.inputs), int(product.outputs)
         self.dtype = dtype
-        """Of the activations."""
+        """Dtype of the activations."""
         self._product, self._packed = product, packed
         self._bias = None if bias is None else bias.contiguous()
         product.bias = None if self._bias is None else self._bias.data_ptr()
         self.product_address = ctypes.addressof(product)
-        """Of the struct that native code multiplies by; lives as long as this does."""
+        """Address of the struct that native code multiplies by; the struct lives as long as this object."""
         argtypes = (c_void_p, c_void_p, c_int64, c_int64, c_void_p)
         name = f"linear_{FORMS[dtype][1]}"
         self._short, self._long = (library.bind(name, *argtypes, keeps_gil=keep) for keep in (True, False))
@@ -126,12 +128,12 @@ class NativeLinear:
 
     @property
     def num_inputs(self) -> int:
-        """Of a token."""
+        """Number of inputs of a token."""
         return self._num_inputs
 
     @property
     def num_outputs(self) -> int:
-        """Of a token."""
+        """Number of outputs of a token."""
         return self._num_outputs
 
     @property
@@ -141,7 +143,7 @@ class NativeLinear:
 
     @property
     def num_bytes(self) -> int:
-        """Of the packed weight, with its scales and offsets."""
+        """Bytes of the packed weight with its scales and offsets."""
         return sum(each.nbytes for each in self._packed)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:

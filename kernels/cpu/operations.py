@@ -25,7 +25,7 @@ from kernels.spec import Dims, check_block_pairs, check_rotate_and_store
 from tandem.errors import InternalError
 
 DTYPES = {torch.float32: "f32", torch.bfloat16: "bf16", torch.float16: "f16"}
-"""What the native kernels compute in, and how their names call it."""
+"""Names, in native functions, of the dtypes that native kernels compute in."""
 
 COMPUTED = "float32, bfloat16 and float16"
 
@@ -34,7 +34,7 @@ NAMES = {
     **{(dtype, torch.int8): f"{name}_int8" for dtype, name in DTYPES.items()},
     **{(dtype, torch.float8_e4m3fn): f"{name}_fp8" for dtype, name in DTYPES.items()},
 }
-"""The same for what they compute in and what the pool holds."""
+"""Names, in native functions, of each pair of a computed dtype and a pool's dtype."""
 
 NORM_NAMES = {
     **{(dtype, dtype): name for dtype, name in DTYPES.items()},
@@ -87,7 +87,7 @@ class CpuOperations:
 
     @property
     def name(self) -> str:
-        """As the log calls it; tells the tier."""
+        """Name of the set in the log, with its tier."""
         return f"cpu-{self._library.tier}"
 
     def keeps(self, weight: QuantizedWeight) -> bool:
@@ -217,7 +217,9 @@ class RotateShape(ctypes.Structure):
     def of(
         cls, num_tokens: int, num_heads: int, strides: tuple[int, int], rotation: Rotation, kv_layer: torch.Tensor
     ) -> RotateShape:
-        """Of `[T, num_heads, D]` with such strides, KV heads included. The rotation must outlive it."""
+        """Builds the shape of rows `[T, num_heads, D]` with these strides, KV heads included. The rotation must outlive
+        the shape.
+        """
         num_kv_heads, block_size, head_dim = kv_layer.shape[2:]
         cos, sin, slots = rotation.cos, rotation.sin, rotation.slot_mapping
         return cls(
@@ -238,7 +240,7 @@ class HeadNorm(ctypes.Structure):
 
     @classmethod
     def of(cls, qk_norm: QkNorm, dtype: torch.dtype) -> HeadNorm:
-        """Of heads of `dtype`. The norm must outlive it."""
+        """Builds the norm of heads of `dtype`. `qk_norm` must outlive the result."""
         q_weight, k_weight = qk_norm.q_weight, qk_norm.k_weight
         is_wide = q_weight.dtype is not dtype
         return cls(q_weight.data_ptr(), k_weight.data_ptr(), int(is_wide), int(qk_norm.is_whole), qk_norm.eps)
@@ -267,7 +269,7 @@ class _RotateStep:
         self.address = ctypes.addressof(self._struct)
 
     def fits(self, qkv: torch.Tensor, rotation: Rotation, kv_layer: torch.Tensor) -> bool:
-        """Whether these are another layer's arguments of the same step."""
+        """Whether the arguments belong to another layer of the same step."""
         return (
             self._rotation is rotation
             and qkv.stride() == self._qkv_strides

@@ -17,7 +17,7 @@ from kernels.spec import Dims
 from tandem.errors import InternalError
 
 _FORMS = {QuantForm.INT8: 16, QuantForm.INT4: 17, QuantForm.FP8: 18}
-"""As `product::QuantizedForm` has them."""
+"""Number of each form, as `product::QuantizedForm` numbers them."""
 _HALF_SCALES = 64
 _BLOCK = 16
 """Outputs of a block; two make a unit."""

@@ -33,7 +33,7 @@ _X86 = {
 }
 _ARM64 = {"baseline": Tier(), "neon_bf16": Tier(("-march=armv8.2-a+bf16",), frozenset({"bf16"}))}
 TIERS = {"x86_64": _X86, "aarch64": _ARM64}.get(platform.machine(), {"baseline": Tier()})
-"""Of this architecture, lowest first; each has all instructions of those before it."""
+"""Tiers of this architecture, lowest first; each has all instructions of the tiers before."""
 
 _SYS_ARCH_PRCTL, _ARCH_REQ_XCOMP_PERM, _XFEATURE_TILE_DATA = 158, 0x1023, 18
 _AT_HWCAP2, _HWCAP2_BF16 = 26, 1 << 14
@@ -51,7 +51,7 @@ def machine_tiers() -> tuple[str, ...]:
 
 
 def _x86_features(cpuinfo: Path) -> set[str]:
-    """Those of the first processor whose registers the system saves."""
+    """Returns the features of the first processor, where the system saves the registers that they need."""
     try:
         with cpuinfo.open() as lines:
             return set(next((line for line in lines if line.startswith("flags")), "").split())

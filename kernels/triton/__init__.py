@@ -13,7 +13,7 @@ _MIN_CAPABILITY = (8, 0)
 """bfloat16 matrix units and asynchronous copies start with Ampere."""
 _absent_arch: int | None = None
 COMPILED = "a kernel was compiled while serving"
-"""As the log says it."""
+"""Event name of the log line."""
 
 
 def obstacle(device: torch.device, dtype: torch.dtype) -> str | None:

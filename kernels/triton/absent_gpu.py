@@ -32,7 +32,7 @@ class _AbsentGpu:
         return GPUTarget("cuda", self._arch, _WARP_THREADS)
 
     def get_current_device(self) -> int:
-        """The architecture: a kernel keeps what it compiled by device."""
+        """Returns the architecture as the device's number: a kernel keeps its compilations by device."""
         return self._arch
 
     def get_current_stream(self, _: int) -> int:

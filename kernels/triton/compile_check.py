@@ -36,7 +36,7 @@ from kernels.triton.variant import Variant
 SHARED_LIMIT_BYTES = {80: 163 << 10, 86: 99 << 10, 90: 227 << 10}
 """What one block may ask for, by architecture (CUDA programming guide, technical specifications)."""
 SPILL_LIMIT_BYTES = 128
-"""Of one thread. So few are values that wait while a loop runs: the fastest prefill on an H100 has 24 bytes of them
+"""Most spilled bytes of one thread. The fastest prefill on an H100 has 24 bytes of values that wait while a loop runs
 (bench/LOG.md), INT4 products on sm_86 have 96."""
 _REGISTERS_PER_BLOCK = 65536
 _WARP_THREADS = 32
@@ -52,11 +52,11 @@ class Build:
     label: str
     arch: int
     registers: int = 0
-    """Of one thread."""
+    """Registers of one thread."""
     shared_bytes: int = 0
-    """Of one block, asked for at launch."""
+    """Shared bytes of one block, as asked for at launch."""
     spilled_bytes: int = 0
-    """Of one thread, in local memory."""
+    """Bytes of one thread in local memory."""
     num_warps: int = 0
     code: str = ""
     """A hash of the machine code."""
@@ -64,7 +64,7 @@ class Build:
 
     @property
     def faults(self) -> tuple[str, ...]:
-        """Why it must not be shipped."""
+        """Reasons why the build must not be shipped."""
         if self.error:
             return (f"does not compile: {self.error}",)
         held = -(-self.registers // _REGISTER_UNIT) * _REGISTER_UNIT * _WARP_THREADS * self.num_warps
@@ -85,7 +85,7 @@ class Build:
 
 
 def shipped_modules() -> list[str]:
-    """Names of every module of the package but this one."""
+    """Returns the names of every module of the package except this module."""
     own = Path(__file__).stem
     names = (each.name for each in pkgutil.iter_modules(kernels.triton.__path__))
     return [f"kernels.triton.{name}" for name in sorted(names) if name != own]
@@ -114,7 +114,7 @@ def kernels_without_variant(modules: Iterable[ModuleType], variants: Iterable[Va
 
 
 def build(variant: Variant, arch: int) -> Build:
-    """Compiles one variant, or takes it from Triton's cache."""
+    """Compiles a variant, or takes the variant from Triton's cache."""
     try:
         compiled = triton.compile(variant.source(), GPUTarget("cuda", arch, _WARP_THREADS), variant.options())
     except Exception as error:  # noqa: BLE001 - a build's root: the compiler's errors have no common base

@@ -44,7 +44,7 @@ class ShapeClass:
     """What a row of a table is for."""
 
     head_dim: int
-    """The largest that it serves."""
+    """Largest head dimension that the class serves."""
     element_bytes: int
 
 

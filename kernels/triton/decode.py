@@ -129,7 +129,7 @@ def _attend_split(
     BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_SIZE: tl.constexpr, QUANT: tl.constexpr,
     MIN_SPLIT: tl.constexpr, MAX_SPLITS: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
-    """One split of one seq by the heads of this program's tile."""
+    """Attends one split of a seq, for the heads of this program's tile."""
     kv_head = tl.program_id(0) % num_kv_heads
     token = tl.load(cu_seqlens_q + seq)
     seq_len = tl.load(seq_lens + seq)

@@ -55,7 +55,7 @@ makes up for it."""
 
 @triton.jit
 def from_int8(codes, dtype: tl.constexpr):
-    """Of int8."""
+    """Widens int8 codes to `dtype`."""
     return codes.to(tl.float32).to(dtype)  # not at once: the interpreter takes bfloat16 for an integer
 
 
@@ -71,7 +71,7 @@ def from_int4(codes, dtype: tl.constexpr):
 
 @triton.jit
 def from_float8(codes, dtype: tl.constexpr):
-    """Of float8_e4m3fn as int8; NaN becomes 480."""
+    """Widens float8_e4m3fn codes, stored as int8, to `dtype`; NaN becomes 480."""
     if _HAS_ASSEMBLY and dtype == tl.bfloat16:
         return tl.inline_asm_elementwise(_FROM_FLOAT8, "=r,=r,r", [codes], tl.bfloat16, True, 4)
     else:

@@ -36,7 +36,7 @@ _MOST_SPLITS = 8
 _LEAST_STEPS = 4
 """Tiles of inputs that a split has at least."""
 _WHOLE_WARPS = 4
-"""Of kernels without a product."""
+"""Warps of kernels without a product."""
 _SUMMED = 128
 """Inputs that a program adds up at a time."""
 _ADDED = 1024
@@ -79,14 +79,14 @@ _TILES = (
     TokenTile(64, 64, 64, 128, 4, 3, 256),
     TokenTile(_MULTIPLIED_PLAIN, 128, 64, 64, 4, 3, 256),
 )
-"""Of 16 bits, as a sweep on an H200 found them (bench/LOG.md)."""
+"""Tiles of products in 16 bits, as a sweep on an H100 found them (bench/LOG.md)."""
 _TILES_BY_WARP = (*_TILES[:-1], _TILES[-1]._replace(num_warps=8))
 """Where four warps do not multiply together, as they do on sm_90: their registers do not hold the largest tile."""
 _WIDE_TILES = (
     TokenTile(16, 16, 64, 16, 4, 3, 1024),
     TokenTile(_MULTIPLIED_PLAIN, 32, 64, 16, 4, 3, 0),
 )
-"""Of float32, whose products need more registers."""
+"""Tiles of products in float32, which need more registers."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -31,7 +31,7 @@ _TYPES = {
     **dict.fromkeys(("masses", "sure_masses", "seed", "choice_index", "output_index", "token_ids"), "*i64"),
     "top_p": "*fp64",
 }
-"""Of the sampling kernels' arguments, which are named alike."""
+"""Types of the sampling kernels' arguments; equal names have equal types."""
 _MIN_TEMPERATURE: tl.constexpr = tl.constexpr(1e-30)
 """Below it float32 runs out of exponents; the draw is the best token well before."""
 

@@ -93,7 +93,7 @@ _STRIDES = (
 def attention_variant(
     kernel: Any, name: str, config: KernelConfig, dtype: torch.dtype, constexprs: Mapping[str, int | bool]
 ) -> Variant:
-    """One compilation of either kernel; their arguments are named alike."""
+    """Returns one compilation of the prefill or the decode kernel, whose arguments have equal names."""
     edges = "".join(f" {name.lower()}" for name in ("WINDOWED", "CAPPED", "SUNK") if constexprs[name])
     quant = constexprs["QUANT"]
     pool = {"kv_layer": "*i8", "scales": "*fp32"} if quant else dict.fromkeys(("kv_layer", "scales"), POINTERS[dtype])

@@ -22,8 +22,8 @@ from kernels.triton.row_mass import CHUNK, LAST_COST, MASS_UNITS, chunk_costs, i
 from kernels.triton.variant import Variant
 
 NUM_BINS = 512
-"""Of the histogram, which takes time in proportion: 256 of 1/32, where the thresholds of flat rows are, then of 1/8, up
-to `LAST_COST`."""
+"""Bins of the histogram: 256 of 1/32, where the thresholds of flat rows lie, then bins of 1/8 up to `LAST_COST`. The
+time grows with the number of bins."""
 THRESHOLD_BLOCK = 4096
 """Shortlisted costs looked at together."""
 BORDERS_WARPS = 4

@@ -37,7 +37,7 @@ class Variant:
     """Value of each compile-time argument by name."""
     num_warps: int
     label: str
-    """What a report calls it: `prefill bf16 D=128 64x64`."""
+    """Name of the variant in reports: `prefill bf16 D=128 64x64`."""
     num_stages: int = 1
     aligned: frozenset[str] = frozenset()
     """Run-time integers that are multiples of 16 in every launch that matters; pointers always are, but for those that

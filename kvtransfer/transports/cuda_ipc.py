@@ -8,7 +8,6 @@ blocks' digests on its own GPU. Block 0 lies at byte 0 of the allocation.
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import os
 import socket
@@ -26,11 +25,11 @@ from kvtransfer.connection import Connection
 from kvtransfer.fields import required, required_int
 from kvtransfer.frame import Frame
 from kvtransfer.handshake import Hello
-from kvtransfer.local_pool import LocalPool
-from kvtransfer.room import Room, unbounded
-from kvtransfer.transport import Acceptor, Fields, FrameSink, ListenOptions, SendingLane, TransportStatus
+from kvtransfer.pool import Pool
+from kvtransfer.ring import Loan
+from kvtransfer.transport import Acceptor, Fields, ListenOptions, SendingLane, TransportStatus
 from kvtransfer.transports.device import DeviceWork
-from kvtransfer.transports.host import HostLane
+from kvtransfer.transports.host import HostSendingLane
 from kvtransfer.transports.same_host import (
     SharingLane,
     acceptor,
@@ -71,7 +70,7 @@ class CudaIpcTransport:
         does = "sender's GPU writes into the receiver's on the same machine"
         return TransportStatus(NAME, reason is None, reason or does)
 
-    def listen(self, pool: LocalPool, options: ListenOptions) -> Acceptor:
+    def listen(self, pool: Pool, options: ListenOptions) -> Acceptor:
         """See `Transport`."""
         if pool.device is None or pool.device.shared_fd is None:
             raise ConfigError("transport", "cuda_ipc needs a pool on a GPU that can be shared")
@@ -81,13 +80,13 @@ class CudaIpcTransport:
         }
         return acceptor(partial(_ReceivingLane, pool, pool.device, pool.device.shared_fd), fields)
 
-    def unreachable(self, pool: LocalPool, fields: Fields) -> str | None:
+    def unreachable(self, pool: Pool, fields: Fields) -> str | None:
         """See `Transport`."""
         if pool.device is None:
             return "this side's pool is not on a GPU"
         return elsewhere(fields) or self._cannot_write(_ordinal(pool.device), fields.get("gpu", ""))
 
-    async def dial(self, pool: LocalPool, fields: Fields, tls: ClientTls | None) -> tuple[socket.socket, SendingLane]:
+    async def dial(self, pool: Pool, fields: Fields, tls: ClientTls | None) -> tuple[socket.socket, SendingLane]:
         """See `Transport`."""
         if pool.device is None:
             raise TransferError("this side's pool is not on a GPU")
@@ -205,13 +204,13 @@ def _until_stopped(driver: CudaDriver, stream: int) -> None:
         raise _NotStopped(str(error)) from error
 
 
-class _SendingLane(HostLane):
+class _SendingLane(HostSendingLane):
     """Implements `transport.SendingLane`: copies between the GPUs, past host memory."""
 
     name = NAME
     verify: tuple[str, ...] = (MIX64,)
 
-    def __init__(self, pool: LocalPool, memory: DeviceMemory, copier: _Copier) -> None:
+    def __init__(self, pool: Pool, memory: DeviceMemory, copier: _Copier) -> None:
         super().__init__(pool)
         self._copier = copier
         self._source = memory.blocks.data_ptr()
@@ -232,13 +231,7 @@ class _SendingLane(HostLane):
         if theirs.num_blocks * self._pool.block_bytes > self._copier.size_bytes:
             raise TransferError("the peer's allocation is smaller than its pool")
 
-    def make_ready(self, targets: Sequence[BlockRef]) -> None:
-        """See `SendingLane`: memory of a GPU is always real."""
-
-    def reserve(self, num_blocks: int) -> asyncio.Future[Room]:
-        return unbounded(num_blocks)
-
-    async def place(self, sources: Sequence[BlockId], targets: Sequence[BlockRef], room: Room) -> tuple[int, ...]:
+    async def place(self, sources: Sequence[BlockId], targets: Sequence[BlockRef], loan: Loan) -> tuple[int, ...]:
         """Copies run by run, and digests the sources while the copies run."""
         size, pieces = self._pool.block_bytes, []
         for source, target, count in _runs(sources, [target.block_id for target in targets]):
@@ -249,11 +242,6 @@ class _SendingLane(HostLane):
             if isinstance(error.__cause__, _NotStopped | TimeoutError):
                 self._cut()
             raise
-
-    def announce(
-        self, sink: FrameSink, write: Frame, sources: Sequence[BlockId], room: Room
-    ) -> asyncio.Future[None] | None:
-        return sink.send(write)
 
     def close(self) -> None:
         self._work.close(self._copier.close)
@@ -275,7 +263,7 @@ class _ReceivingLane(SharingLane):
     name = NAME
     verify: tuple[str, ...] = (MIX64,)
 
-    def __init__(self, pool: LocalPool, memory: DeviceMemory, shared_fd: int, sock: socket.socket) -> None:
+    def __init__(self, pool: Pool, memory: DeviceMemory, shared_fd: int, sock: socket.socket) -> None:
         super().__init__(pool, shared_fd, sock)
         self._work = DeviceWork(memory.blocks)
 

@@ -1,7 +1,6 @@
 """What transports that move blocks in host memory have in common: xxh3-64 of each block, and a stream socket.
 
-A lane of such a transport derives from these and replaces what it does otherwise; above all what it does for a pool
-that lies elsewhere (`LocalPool.ring`): these raise InternalError for one.
+A lane of such a transport derives from these and replaces what it does otherwise.
 """
 
 from __future__ import annotations
@@ -18,8 +17,8 @@ from kvtransfer.base import BlockRef
 from kvtransfer.connection import Connection
 from kvtransfer.frame import Frame
 from kvtransfer.handshake import Hello
-from kvtransfer.local_pool import LocalPool
-from kvtransfer.room import Room, unbounded
+from kvtransfer.pool import Pool
+from kvtransfer.ring import Loan, Ring
 from kvtransfer.transport import Fields, FrameSink, TransportStatus
 from tandem.types import BlockId
 
@@ -68,7 +67,7 @@ class HostLane:
     verify: tuple[str, ...] = (XXH3,)
     details: Fields = MappingProxyType({})
 
-    def __init__(self, pool: LocalPool) -> None:
+    def __init__(self, pool: Pool) -> None:
         self._pool = pool
 
     async def secure(self, connection: Connection) -> None:
@@ -90,6 +89,11 @@ class HostLane:
 class HostSendingLane(HostLane):
     """Implements `transport.SendingLane`, except that nothing moves."""
 
+    def __init__(self, pool: Pool, ring: Ring | None = None) -> None:
+        """`ring`: whose rows the blocks of a WRITE pass through; None = they need none."""
+        super().__init__(pool)
+        self._ring = ring or Ring()
+
     async def receive_hello(self, connection: Connection) -> Frame:
         """See `SendingLane`."""
         return await connection.receive()
@@ -97,27 +101,25 @@ class HostSendingLane(HostLane):
     def make_ready(self, targets: Sequence[BlockRef]) -> None:
         """Nothing to do where this end writes nothing."""
 
-    def reserve(self, num_blocks: int) -> asyncio.Future[Room]:
+    def reserve(self, num_blocks: int) -> asyncio.Future[Loan]:
         """See `SendingLane`."""
-        return unbounded(num_blocks)
+        return self._ring.take(num_blocks)
 
-    async def place(self, sources: Sequence[BlockId], targets: Sequence[BlockRef], room: Room) -> tuple[int, ...]:
-        """See `SendingLane`. Runs on the pool's thread if it is long."""
-        return await self._pool.start(lambda: self._place(sources, targets), len(sources) * self._pool.block_bytes)
+    async def place(self, sources: Sequence[BlockId], targets: Sequence[BlockRef], loan: Loan) -> tuple[int, ...]:
+        """See `SendingLane`: brings the blocks into this side's rows."""
+        rows = loan.rows_for(sources)
+        await self._pool.stage(sources, rows)
+        return await self._pool.checksums(rows)
 
     def announce(
-        self, sink: FrameSink, write: Frame, sources: Sequence[BlockId], room: Room
+        self, sink: FrameSink, write: Frame, sources: Sequence[BlockId], loan: Loan
     ) -> asyncio.Future[None] | None:
         """See `SendingLane`."""
         return sink.send(write)
 
-    def _place(self, sources: Sequence[BlockId], targets: Sequence[BlockRef]) -> tuple[int, ...]:
-        """Checksums only. Runs on any thread."""
-        return self._pool.checksums(sources)
-
 
 class HostReceivingLane(HostLane):
-    """Implements `transport.ReceivingLane` for a peer that writes into the pool by itself; `peer_dead` is missing."""
+    """Implements `transport.ReceivingLane` for a peer that itself writes into the pool; `peer_dead` is missing."""
 
     peer_writes = True
 
@@ -126,7 +128,7 @@ class HostReceivingLane(HostLane):
         connection.send(hello)
 
     def expect(self, num_transfers: int) -> None:
-        """Nothing to do for a peer that writes by itself."""
+        """Nothing to do for a peer that itself writes."""
 
     async def receive(
         self, connection: Connection, blocks: Sequence[BlockId], num_bytes: int, wanted: Callable[[], bool]
@@ -135,7 +137,7 @@ class HostReceivingLane(HostLane):
 
     async def checksums(self, blocks: Sequence[BlockId]) -> tuple[int, ...]:
         """See `ReceivingLane`."""
-        return await self._pool.start(lambda: self._pool.checksums(blocks), len(blocks) * self._pool.block_bytes)
+        return await self._pool.checksums(blocks)
 
     async def settle(self, blocks: Sequence[BlockId]) -> None:
         """Nothing to do: the blocks were verified where they lie."""

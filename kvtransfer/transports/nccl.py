@@ -23,13 +23,12 @@ from kernels.cuda_driver import CudaDriver, CudaError
 from kernels.digest import MIX64
 from kvtransfer.base import BlockRef, DeviceMemory
 from kvtransfer.connection import Connection
-from kvtransfer.fields import required, required_int
 from kvtransfer.frame import Frame
 from kvtransfer.handshake import Hello
-from kvtransfer.local_pool import LocalPool
 from kvtransfer.nccl_communicator import Communicator, Gpu, Limits, Rules, end_process
 from kvtransfer.nccl_library import UNIQUE_ID_BYTES, NcclError, NcclLibrary
-from kvtransfer.room import Room
+from kvtransfer.pool import Pool
+from kvtransfer.ring import Loan
 from kvtransfer.to_its_end import to_its_end
 from kvtransfer.transport import (
     Acceptor,
@@ -43,9 +42,8 @@ from kvtransfer.transport import (
 from kvtransfer.transports import tcp
 from kvtransfer.transports.cuda_ipc import system_driver
 from kvtransfer.transports.device import DeviceWork
-from kvtransfer.transports.host import HostReceivingLane, HostSendingLane
 from kvtransfer.transports.same_host import boot_id
-from tandem.errors import ConfigError, FrameError, HandshakeMismatch, TransferError
+from tandem.errors import ConfigError, FrameError, TransferError
 from tandem.security.tls import ClientTls, ServerTls
 from tandem.types import BlockId
 
@@ -89,22 +87,16 @@ class NcclTransport:
             return TransportStatus(NAME, False, str(error))
         return TransportStatus(NAME, True, f"from GPU to GPU by NCCL {version}")
 
-    def listen(self, pool: LocalPool, options: ListenOptions) -> Acceptor:
+    def listen(self, pool: Pool, options: ListenOptions) -> Acceptor:
         """See `Transport`. The port is any free one: a fixed one is tcp's."""
         memory = pool.device
         if memory is None:
             raise ConfigError("transport", "nccl needs a pool on a GPU")
         sock = tcp.listen(options.host)
-        fields = {
-            "host": options.advertise_host,
-            "port": str(sock.getsockname()[1]),
-            "tls": tcp.on_off(options.tls is not None),
-            "boot_id": boot_id(),
-            **self._own(memory),
-        }
+        fields = {**tcp.address_fields(sock, options), "boot_id": boot_id(), **self._own(memory)}
         return Acceptor(sock, fields, lambda _: _ReceivingLane(pool, memory, self._communicator(memory), options.tls))
 
-    def unreachable(self, pool: LocalPool, fields: Fields) -> str | None:
+    def unreachable(self, pool: Pool, fields: Fields) -> str | None:
         """See `Transport`."""
         if pool.device is None:
             return "this side's pool is not on a GPU"
@@ -118,14 +110,11 @@ class NcclTransport:
             return "it is on the same GPU, where NCCL allows one process only"
         return None
 
-    async def dial(self, pool: LocalPool, fields: Fields, tls: ClientTls | None) -> tuple[socket.socket, SendingLane]:
+    async def dial(self, pool: Pool, fields: Fields, tls: ClientTls | None) -> tuple[socket.socket, SendingLane]:
         """See `Transport`. NCCL itself does not encrypt: with TLS, it serves one machine only."""
         if pool.device is None:
             raise TransferError("this side's pool is not on a GPU")
-        host, port = required(fields, "host"), required_int(fields, "port", 2**16 - 1)
-        ours, theirs = tcp.on_off(tls is not None), required(fields, "tls")
-        if ours != theirs:
-            raise HandshakeMismatch("tls", ours, theirs)
+        host, port = tcp.address_of(fields, tls)
         if tls is not None and fields.get("boot_id") != (boot_id() or None):
             raise TransferError("nccl would send blocks to another machine without TLS")
         communicator = self._communicator(pool.device)
@@ -170,7 +159,7 @@ class _Counted(Communicator):
             super().close()
 
 
-class _SendingLane(HostSendingLane):
+class _SendingLane(tcp.NetworkSendingLane):
     """Sends from the pool itself."""
 
     name = NAME
@@ -178,31 +167,28 @@ class _SendingLane(HostSendingLane):
 
     def __init__(
         self,
-        pool: LocalPool,
+        pool: Pool,
         memory: DeviceMemory,
         communicator: Communicator,
         host: str,
         tls: ClientTls | None,
     ) -> None:
-        super().__init__(pool)
+        super().__init__(pool, host, tls)
         self._communicator = communicator
         self._unique_id = b""
         self._source = memory.blocks.data_ptr()
         self._work = DeviceWork(memory.blocks)
-        self._host = host
-        self._tls = tls
         self._begun: asyncio.Future[None] | None = None
 
     async def secure(self, connection: Connection) -> None:
-        if self._tls is not None:
-            await connection.begin_tls(self._tls.context(), self._tls.server_name or self._host)
+        await super().secure(connection)
         self._communicator.watch(connection.sock)
-        # Not before there is a peer: NCCL keeps for good what waits for one that never comes.
+        # Not before there is a peer: NCCL never gives back what waits for one that does not come.
         self._unique_id = await self._communicator.unique_id()
         self.details = {_UNIQUE_ID: self._unique_id.hex()}
 
     async def receive_hello(self, connection: Connection) -> Frame:
-        """The receiver's word, then the end of its and our beginning: whether that went well is `attach`'s to say."""
+        """Waits for the receiver's frame, then until both ends have begun; `attach` raises if that failed."""
         self._begun = self._communicator.begin(self._unique_id, rank=0)
         frame = await connection.receive()
         await asyncio.wait({self._begun})
@@ -212,11 +198,11 @@ class _SendingLane(HostSendingLane):
         if self._begun is not None:
             self._begun.result()
 
-    async def place(self, sources: Sequence[BlockId], targets: Sequence[BlockRef], room: Room) -> tuple[int, ...]:
+    async def place(self, sources: Sequence[BlockId], targets: Sequence[BlockRef], loan: Loan) -> tuple[int, ...]:
         return await self._work.run(lambda: self._work.digests(sources))
 
     def announce(
-        self, sink: FrameSink, write: Frame, sources: Sequence[BlockId], room: Room
+        self, sink: FrameSink, write: Frame, sources: Sequence[BlockId], loan: Loan
     ) -> asyncio.Future[None] | None:
         sink.send(write)
         size = self._pool.block_bytes
@@ -233,26 +219,22 @@ class _SendingLane(HostSendingLane):
             await self._work.closed()
 
 
-class _ReceivingLane(HostReceivingLane):
+class _ReceivingLane(tcp.NetworkReceivingLane):
     """Receives into the pool itself, or into scrap."""
 
     name = NAME
     verify: tuple[str, ...] = (MIX64,)
     peer_writes = False
 
-    def __init__(
-        self, pool: LocalPool, memory: DeviceMemory, communicator: Communicator, tls: ServerTls | None
-    ) -> None:
-        super().__init__(pool)
+    def __init__(self, pool: Pool, memory: DeviceMemory, communicator: Communicator, tls: ServerTls | None) -> None:
+        super().__init__(pool, tls)
         self._communicator = communicator
         self._blocks = memory.blocks
         self._scrap: torch.Tensor | None = None
         self._work = DeviceWork(memory.blocks)
-        self._tls = tls
 
     async def secure(self, connection: Connection) -> None:
-        if self._tls is not None:
-            await connection.begin_tls(self._tls.context())
+        await super().secure(connection)
         self._communicator.watch(connection.sock)
 
     def attach(self, theirs: Hello, verify: str) -> None:
@@ -285,7 +267,7 @@ class _ReceivingLane(HostReceivingLane):
             await self._work.closed()
 
     def _addresses(self, targets: Sequence[BlockId], count: int) -> list[int]:
-        """Of `targets`, or `count` times the same scrap."""
+        """Returns the addresses of `targets`, or `count` times the same scrap."""
         if targets:
             return [self._blocks.data_ptr() + target * self._pool.block_bytes for target in targets]
         if self._scrap is None:

@@ -1,9 +1,9 @@
-"""NIXL: the sender writes into the receiver's registered blocks by itself, through UCX: RDMA where both hosts have it,
+"""NIXL: the sender itself writes into the receiver's registered blocks, through UCX: RDMA where both hosts have it,
 else TCP. A pool on a GPU is registered there, and its blocks are verified there.
 
-The control link is a TCP connection (inside TLS if told so; the payload never is). Each end of a link has an agent of
-its own, which only that link's thread uses. What the sender's agent needs of the receiver's, keys among it, comes with
-the receiver's HELLO, and goes with the link.
+The control link is a TCP connection (inside TLS if configured; the payload never is). Each end of a link has an agent
+of its own, which only that link's thread uses. What the sender's agent needs of the receiver's, keys among it, comes
+with the receiver's HELLO, and goes with the link.
 
 Order: an agent's DONE includes a flush, so that the bytes lie in the receiver's blocks; only then the WRITE is said.
 A notification by NIXL itself would say the same a second time.
@@ -36,14 +36,14 @@ from kvtransfer.base import BlockRef
 from kvtransfer.connection import Connection
 from kvtransfer.fields import required, required_int
 from kvtransfer.handshake import Hello
-from kvtransfer.local_pool import LocalPool
 from kvtransfer.nixl_agent import Agent, Region, load
-from kvtransfer.room import Room
+from kvtransfer.pool import Pool
+from kvtransfer.ring import Loan
 from kvtransfer.transport import Acceptor, Fields, ListenOptions, SendingLane, TransportStatus
 from kvtransfer.transports import tcp
 from kvtransfer.transports.device import DeviceWork
-from kvtransfer.transports.host import XXH3, HostReceivingLane, HostSendingLane, host_status
-from tandem.errors import ConfigError, HandshakeMismatch, InternalError, TransferError
+from kvtransfer.transports.host import XXH3, host_status
+from tandem.errors import ConfigError, InternalError, TransferError
 from tandem.security.tls import ClientTls, ServerTls
 from tandem.types import BlockId
 
@@ -56,7 +56,7 @@ _log = logging.getLogger(__name__)
 
 
 def has_rdma() -> bool:
-    """Whether this host has a network card that writes memory by itself."""
+    """Whether this host has a network card that itself writes memory."""
     return _RDMA_DEVICES.is_dir() and any(_RDMA_DEVICES.iterdir())
 
 
@@ -77,7 +77,7 @@ class NixlTransport:
         way = "RDMA or TCP" if has_rdma() else "TCP, as there is no RDMA device"
         return TransportStatus(NAME, True, f"sender writes into the receiver's memory through UCX, over {way}")
 
-    def listen(self, pool: LocalPool, options: ListenOptions) -> Acceptor:
+    def listen(self, pool: Pool, options: ListenOptions) -> Acceptor:
         """See `Transport`. At any free port, as UCX does."""
         try:
             load()
@@ -86,11 +86,10 @@ class NixlTransport:
         if not _has_blocks(pool):
             raise ConfigError("transport", f"nixl {_WITHOUT_BLOCKS}")
         sock = tcp.listen(options.host)
-        fields = {"host": options.advertise_host, "port": str(sock.getsockname()[1])}
-        fields |= {"tls": tcp.on_off(options.tls is not None), "rdma": tcp.on_off(has_rdma())}
+        fields = tcp.address_fields(sock, options) | {"rdma": tcp.on_off(has_rdma())}
         return Acceptor(sock, fields, lambda _: _ReceivingLane(pool, options.tls))
 
-    def unreachable(self, pool: LocalPool, fields: Fields) -> str | None:
+    def unreachable(self, pool: Pool, fields: Fields) -> str | None:
         """See `Transport`."""
         if fields.get("tls") != "off":
             return "it would send the payload outside TLS"
@@ -98,26 +97,21 @@ class NixlTransport:
             return "without an RDMA device on both sides it is no faster than tcp"
         return None
 
-    async def dial(self, pool: LocalPool, fields: Fields, tls: ClientTls | None) -> tuple[socket.socket, SendingLane]:
-        """See `Transport`. One side that was told to use TLS never speaks in clear: HandshakeMismatch."""
+    async def dial(self, pool: Pool, fields: Fields, tls: ClientTls | None) -> tuple[socket.socket, SendingLane]:
+        """See `Transport`."""
         if not _has_blocks(pool):
             raise TransferError(f"nixl {_WITHOUT_BLOCKS}")
-        host, port = required(fields, "host"), required_int(fields, "port", 2**16 - 1)
-        ours, theirs = tcp.on_off(tls is not None), required(fields, "tls")
-        if ours != theirs:
-            raise HandshakeMismatch("tls", ours, theirs)
+        host, port = tcp.address_of(fields, tls)
         return await tcp.dial(host, port), _SendingLane(pool, host, tls)
 
 
-class _SendingLane(HostSendingLane):
+class _SendingLane(tcp.NetworkSendingLane):
     """Writes pieces into the peer's blocks."""
 
     name = NAME
 
-    def __init__(self, pool: LocalPool, host: str, tls: ClientTls | None) -> None:
-        super().__init__(pool)
-        self._host = host
-        self._tls = tls
+    def __init__(self, pool: Pool, host: str, tls: ClientTls | None) -> None:
+        super().__init__(pool, host, tls)
         self._agent = Agent(pool)
         self._connection: Connection | None = None
         self._opening: asyncio.Future[bytes] | None = None
@@ -128,8 +122,7 @@ class _SendingLane(HostSendingLane):
 
     async def secure(self, connection: Connection) -> None:
         self._connection = connection
-        if self._tls is not None:
-            await connection.begin_tls(self._tls.context(), self._tls.server_name or self._host)
+        await super().secure(connection)
         self._opening = self._agent.start(self._agent.open)  # while the receiver opens its own
         self._opening.add_done_callback(_log_failure)
 
@@ -150,8 +143,8 @@ class _SendingLane(HostSendingLane):
         await self._opening
         await self._agent.start(partial(self._agent.join, *self._peer))
 
-    async def place(self, sources: Sequence[BlockId], targets: Sequence[BlockRef], room: Room) -> tuple[int, ...]:
-        connection, digests = self._connection, self._pool.checksums if self._work is None else self._work.digests
+    async def place(self, sources: Sequence[BlockId], targets: Sequence[BlockRef], loan: Loan) -> tuple[int, ...]:
+        connection, digests = self._connection, self._pool.rows.checksums if self._work is None else self._work.digests
         if connection is None:
             raise InternalError("a lane places blocks before it is secured")
         into = [target.block_id for target in targets]
@@ -174,22 +167,17 @@ class _SendingLane(HostSendingLane):
                 await self._work.closed()
 
 
-class _ReceivingLane(HostReceivingLane):
+class _ReceivingLane(tcp.NetworkReceivingLane):
     """Has an agent from the handshake on, and takes in what comes while a transfer is open."""
 
     name = NAME
 
-    def __init__(self, pool: LocalPool, tls: ServerTls | None) -> None:
-        super().__init__(pool)
-        self._tls = tls
+    def __init__(self, pool: Pool, tls: ServerTls | None) -> None:
+        super().__init__(pool, tls)
         self._agent = Agent(pool)
         self._stop_taking: threading.Event | None = None
         self._work = _device_work(pool)
         self.verify = (XXH3,) if self._work is None else (MIX64,)
-
-    async def secure(self, connection: Connection) -> None:
-        if self._tls is not None:
-            await connection.begin_tls(self._tls.context())
 
     async def prepare(self) -> None:
         metadata, region = await self._agent.start(self._agent.open), self._agent.region
@@ -235,13 +223,13 @@ class _ReceivingLane(HostReceivingLane):
                 await self._work.closed()
 
 
-def _has_blocks(pool: LocalPool) -> bool:
-    """Whether NIXL can be given all blocks; not where they only pass through a ring."""
-    return pool.device is not None or pool.ring is None
+def _has_blocks(pool: Pool) -> bool:
+    """Whether NIXL can be given all blocks: not where they only pass through rows."""
+    return pool.device is not None or not pool.is_staged
 
 
-def _device_work(pool: LocalPool) -> DeviceWork | None:
-    """For digests of blocks on a GPU, where they lie."""
+def _device_work(pool: Pool) -> DeviceWork | None:
+    """Returns what computes digests of blocks on a GPU, where these lie; None = they lie in host memory."""
     return None if pool.device is None else DeviceWork(pool.device.blocks)
 
 

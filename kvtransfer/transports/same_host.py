@@ -1,7 +1,7 @@
 """What transports between processes of one machine and one user have in common: they meet at an abstract Unix socket.
 
 The receiver passes the descriptor of the memory that the sender is to map with its HELLO (SCM_RIGHTS), so that a killed
-process leaves nothing behind. Only a peer with our own user id gets it. Since the peer then writes by itself, its
+process leaves nothing behind. Only a peer with our own user id gets it. Since the peer itself then writes, its
 connection's end proves nothing; an orderly BYE does, or its process's death, watched through a pidfd that is taken from
 the socket.
 """
@@ -18,7 +18,7 @@ from collections.abc import Callable
 
 from kvtransfer.connection import Connection
 from kvtransfer.frame import HEADER_BYTES, Frame
-from kvtransfer.local_pool import LocalPool
+from kvtransfer.pool import Pool
 from kvtransfer.transport import Acceptor, Fields, ReceivingLane
 from kvtransfer.transports.host import HostReceivingLane, connected, listening
 from kvtransfer.wire import readable
@@ -122,7 +122,7 @@ def cannot_watch() -> str | None:
 class SharingLane(HostReceivingLane):
     """Shares memory with one peer process and watches that through a pidfd."""
 
-    def __init__(self, pool: LocalPool, shared_fd: int, sock: socket.socket) -> None:
+    def __init__(self, pool: Pool, shared_fd: int, sock: socket.socket) -> None:
         """Raises TransferError unless the peer is ours and its death can be proven."""
         super().__init__(pool)
         self._shared_fd = shared_fd
@@ -154,7 +154,7 @@ class SharingLane(HostReceivingLane):
 
 
 def _knows_peer_pidfd() -> bool:
-    """Whether a socket tells a pidfd of its peer, whatever PID namespace that is in."""
+    """Whether a socket gives a pidfd of its peer, whatever PID namespace that is in."""
     ours, theirs = socket.socketpair(socket.AF_UNIX)
     with ours, theirs:
         try:

@@ -1,8 +1,8 @@
 """Shared memory: the receiver's pool lies in a memfd, which the sender maps and writes into.
 
 How they meet, and what proves that the sender has stopped: `same_host`. The pool's row 0 lies at byte 0 of the memfd.
-Where a pool lies elsewhere, its ring lies there: each sender has a slice, named in the receiver's HELLO, puts blocks
-into whichever of these rows are free, and says after each WRITE which ones. They are free when the WRITE is answered.
+Of a staged pool, each sender has a slice of the rows, named in the receiver's HELLO; it puts blocks into whichever of
+them are free, and says after each WRITE which ones. They are free when the WRITE is answered.
 """
 
 from __future__ import annotations
@@ -22,10 +22,9 @@ from kvtransfer.connection import Connection
 from kvtransfer.fields import required, required_int
 from kvtransfer.frame import Frame
 from kvtransfer.handshake import Hello
-from kvtransfer.host_rows import HostRows
-from kvtransfer.local_pool import LocalPool
-from kvtransfer.room import FreeRows, Room, unbounded
-from kvtransfer.row_copy import copy_rows
+from kvtransfer.pool import Pool
+from kvtransfer.ring import Loan, Ring
+from kvtransfer.rows import Rows
 from kvtransfer.transport import (
     Acceptor,
     Fields,
@@ -71,17 +70,17 @@ class ShmTransport:
             return TransportStatus(NAME, False, f"needs memfd: {error.strerror}")
         return host_status(NAME, device, "sender writes into the receiver's memory on the same machine")
 
-    def listen(self, pool: LocalPool, options: ListenOptions) -> Acceptor:
+    def listen(self, pool: Pool, options: ListenOptions) -> Acceptor:
         """See `Transport`."""
         if pool.shared_fd is None:
             raise ConfigError("transport", "shm needs a pool in shared memory")
         return acceptor(partial(_ReceivingLane, pool, pool.shared_fd), {})
 
-    def unreachable(self, pool: LocalPool, fields: Fields) -> str | None:
+    def unreachable(self, pool: Pool, fields: Fields) -> str | None:
         """See `Transport`."""
         return elsewhere(fields)
 
-    async def dial(self, pool: LocalPool, fields: Fields, tls: ClientTls | None) -> tuple[socket.socket, SendingLane]:
+    async def dial(self, pool: Pool, fields: Fields, tls: ClientTls | None) -> tuple[socket.socket, SendingLane]:
         """See `Transport`."""
         return await dial(required(fields, "unix_name")), _SendingLane(pool)
 
@@ -89,18 +88,18 @@ class ShmTransport:
 class _SendingLane(HostSendingLane):
     """Copies blocks into the peer's rows, mapped by the descriptor that came with its HELLO.
 
-    Blocks that lie elsewhere are copied there at once, not into the ring of this side.
+    Blocks of a staged pool are copied there at once, not into rows of this side.
     """
 
     name = NAME
 
-    def __init__(self, pool: LocalPool) -> None:
+    def __init__(self, pool: Pool) -> None:
         super().__init__(pool)
         self._descriptor: int | None = None
         self._mapping: mmap.mmap | None = None
-        self._peer: HostRows | None = None
-        self._slice: FreeRows | None = None
-        """Of the peer's rows, those that are this connection's; None = the rows are the pool itself."""
+        self._peer: Rows | None = None
+        self._names_rows = False
+        """Whether each WRITE says into which rows of this connection's slice its blocks were put."""
 
     async def receive_hello(self, connection: Connection) -> Frame:
         frame, self._descriptor = await receive_with_descriptor(connection)
@@ -120,8 +119,9 @@ class _SendingLane(HostSendingLane):
             raise TransferError(f"cannot map the peer's pool: {error}") from error
         # A child forked by this process must not be able to write there after we are gone.
         self._mapping.madvise(mmap.MADV_DONTFORK)
-        self._peer = HostRows(np.frombuffer(self._mapping, np.uint8).reshape(num_rows, self._pool.block_bytes))
-        self._slice = None if rows is None else FreeRows(rows)
+        self._peer = Rows(np.frombuffer(self._mapping, np.uint8).reshape(num_rows, self._pool.block_bytes))
+        if rows is not None:
+            self._ring, self._names_rows = Ring(rows), True
         self._close_descriptor()
 
     def close(self) -> None:
@@ -133,28 +133,21 @@ class _SendingLane(HostSendingLane):
             self._mapping.close()
 
     def make_ready(self, targets: Sequence[BlockRef]) -> None:
-        if self._slice is None and self._peer is not None:
+        if not self._names_rows and self._peer is not None:
             self._pool.populate(self._peer, BlockRefs.of(targets).block_ids)
 
-    def reserve(self, num_blocks: int) -> asyncio.Future[Room]:
-        return unbounded(num_blocks) if self._slice is None else self._slice.take(num_blocks)
-
-    async def place(self, sources: Sequence[BlockId], targets: Sequence[BlockRef], room: Room) -> tuple[int, ...]:
-        peer, num_bytes = self._peer, len(sources) * self._pool.block_bytes
-        if peer is None:
+    async def place(self, sources: Sequence[BlockId], targets: Sequence[BlockRef], loan: Loan) -> tuple[int, ...]:
+        if self._peer is None:
             raise PeerLost("the mapping of the peer's pool is closed")
-        rows = room.rows or BlockRefs.of(targets).block_ids.tolist()
-        if self._pool.ring is None:
-            return await self._pool.start(lambda: copy_rows(self._pool.rows, sources, peer.rows, rows), num_bytes)
-        await self._pool.copy_out(sources, peer, rows)
-        return await self._pool.start(lambda: peer.checksums(rows), num_bytes)
+        rows = loan.rows_for(BlockRefs.of(targets).block_ids.tolist())
+        return await self._pool.copy_to(self._peer, sources, rows)
 
     def announce(
-        self, sink: FrameSink, write: Frame, sources: Sequence[BlockId], room: Room
+        self, sink: FrameSink, write: Frame, sources: Sequence[BlockId], loan: Loan
     ) -> asyncio.Future[None] | None:
-        if self._slice is None:
+        if not self._names_rows:
             return sink.send(write)
-        sink.send(write, [memoryview(np.array(room.rows, _ROW).tobytes())])  # nothing waits for it to leave
+        sink.send(write, [memoryview(np.array(loan.rows, _ROW).tobytes())])  # nothing waits for it to leave
         return None
 
     def _close_descriptor(self) -> None:
@@ -164,20 +157,17 @@ class _SendingLane(HostSendingLane):
 
 
 class _ReceivingLane(SharingLane):
-    """Shares the pool, or a slice of its ring, with one peer process.
-
-    What comes through the ring is copied into the pool as each WRITE settles.
-    """
+    """Shares the pool's rows, or of a staged pool a slice of them, with one peer process."""
 
     name = NAME
 
-    def __init__(self, pool: LocalPool, shared_fd: int, sock: socket.socket) -> None:
+    def __init__(self, pool: Pool, shared_fd: int, sock: socket.socket) -> None:
         super().__init__(pool, shared_fd, sock)
         self._slice: range | None = None
-        self._rows: tuple[int, ...] | None = None
+        self._rows: Sequence[int] | None = None
         """Where the blocks of the WRITE at hand lie; None = not in rows of this connection."""
-        if pool.ring is not None:
-            self._slice = pool.ring.lend_slice()
+        if pool.is_staged:
+            self._slice = pool.lend_slice()
             if self._slice is None:
                 self.close()
                 raise TransportFull("all slices of the host ring are lent to other senders")
@@ -187,6 +177,7 @@ class _ReceivingLane(SharingLane):
         self, connection: Connection, blocks: Sequence[BlockId], num_bytes: int, wanted: Callable[[], bool]
     ) -> None:
         if self._slice is None:
+            self._rows = blocks
             return
         named, filled = bytearray(num_bytes // self._pool.block_bytes * _ROW.itemsize), 0
         while filled < len(named):
@@ -196,21 +187,18 @@ class _ReceivingLane(SharingLane):
         self._rows = rows if is_ours else None
 
     async def checksums(self, blocks: Sequence[BlockId]) -> tuple[int, ...]:
-        ring, rows = self._pool.ring, self._rows
-        if ring is None:
-            return await super().checksums(blocks)
-        if rows is None:
+        if self._rows is None:
             raise FrameError("a WRITE names rows that are not its sender's")
-        return await self._pool.start(lambda: ring.checksums(rows), len(rows) * self._pool.block_bytes)
+        return await self._pool.checksums(self._rows)
 
     async def settle(self, blocks: Sequence[BlockId]) -> None:
-        if self._pool.ring is not None and self._rows is not None:
-            await self._pool.copy_in(self._pool.ring, self._rows, blocks)
+        if self._rows is not None:
+            await self._pool.settle(self._rows, blocks)
 
     def close(self) -> None:
         """The peer is proven unable to write, or never could: the slice may be another's."""
-        if self._slice is not None and self._pool.ring is not None:
-            self._pool.ring.return_slice(self._slice)
+        if self._slice is not None:
+            self._pool.return_slice(self._slice)
             self._slice = None
         super().close()
 

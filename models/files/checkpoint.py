@@ -37,7 +37,7 @@ _FINGERPRINTED = (
     "special_tokens_map.json",
 )
 _SPECIAL_TOKENS = ("tokenizer_config.json", "special_tokens_map.json")
-"""Where `eos_token` stands; the first that has one counts."""
+"""Files that may hold `eos_token`; the first file that has the key counts."""
 _SAMPLING_DEFAULTS: Mapping[str, tuple[float, float]] = {
     "temperature": (0, 100),
     "top_p": (1e-6, 1),
@@ -65,13 +65,13 @@ class CheckpointInfo:
     context_tokens: int
     eos_token_ids: frozenset[TokenId]
     generation_defaults: Mapping[str, float | int]
-    """Of temperature, top_p, top_k, min_p, repetition_penalty those that the checkpoint sets."""
+    """Values of temperature, top_p, top_k, min_p and repetition_penalty that the checkpoint sets."""
     config_fingerprint: str
     """Hash of config, generation config, tokenizer and chat template files."""
     read: ReadFiles = field(compare=False)
-    """What `config_fingerprint` is of. Who reads these files too checks them then."""
+    """Files that `config_fingerprint` covers. Whoever reads these files again checks them against this record."""
     other_names: tuple[str, ...] = ()
-    """By which clients may ask for it too."""
+    """Further names by which clients may ask for the model."""
 
     def called(self, names: tuple[str, ...]) -> CheckpointInfo:
         """The same, known to clients by these names instead, if there are any; the first is its own."""
@@ -89,7 +89,7 @@ class CheckpointInfo:
         return replace(self, context_tokens=context_tokens)
 
     def answers_to(self, name: str) -> bool:
-        """Whether it is what a client means; empty means whatever is served."""
+        """Whether `name` means this model; an empty name means whatever is served."""
         return not name or name in (self.name, *self.other_names)
 
     @property

@@ -20,10 +20,10 @@ SUFFIX = ".gguf"
 _MAGIC = b"GGUF"
 _VERSIONS = (2, 3)
 _SCALARS = dict(enumerate(("B", "b", "H", "h", "I", "i", "f", "?"))) | {10: "Q", 11: "q", 12: "d"}
-"""By the number of a value's type, as `struct` calls it."""
+"""Format of each value type, by its number, as `struct` names it."""
 _STRING, _ARRAY = 8, 9
 _MAX_COUNT = 1 << 24
-"""Of metadata, tensors or items of an array: a file that says more is damaged."""
+"""Most metadata, tensors or items of an array: a file that says more is damaged."""
 _MAX_DIMS = 4
 _FAMILIES = {
     "llama": ("llama", "LlamaForCausalLM"),

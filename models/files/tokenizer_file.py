@@ -47,7 +47,7 @@ def find_tokens(folder: Path, names: Collection[str]) -> frozenset[int]:
 
 
 def _added_tokens(folder: Path) -> list[tuple[int, AddedToken]]:
-    """By ascending id, as they must be added to get it."""
+    """Returns added tokens by ascending id: the order in which a tokenizer must add them to give the same ids."""
     config = folder / _CONFIG_FILE
     if not config.exists():
         return []

@@ -17,7 +17,7 @@ _FORMATS = (
     *("dense", "int-quantized", "float-quantized", "naive-quantized", "pack-quantized"),
     "mixed-precision",
 )
-"""Of compressed-tensors."""
+"""Formats of compressed-tensors that are read."""
 _TORCHAO = (
     *("Int8WeightOnlyConfig", "Int8DynamicActivationInt8WeightConfig", "IntxWeightOnlyConfig"),
     *("Float8WeightOnlyConfig", "Float8DynamicActivationFloat8WeightConfig"),

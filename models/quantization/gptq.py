@@ -98,7 +98,7 @@ class AwqScheme:
 
 
 def _in_order(codes: torch.Tensor) -> torch.Tensor:
-    """Outputs of AWQ's codes `[rows, out]` as they follow one another."""
+    """Puts the outputs of AWQ's codes `[rows, out]` in order."""
     return codes.view(len(codes), -1, len(_AWQ_POSITIONS))[:, :, _AWQ_POSITIONS].flatten(1)
 
 

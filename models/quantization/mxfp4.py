@@ -17,7 +17,7 @@ from models.quantization.scheme import Header, Shape, Spec, Weight
 
 _GROUP = 32
 _DOUBLED = (0, 1, 2, 3, 4, 6, 8, 12)
-"""Of the magnitudes that e2m1 has; the highest bit is the sign."""
+"""Twice the magnitudes of e2m1; the highest bit is the sign."""
 _BIAS = 127
 _NO_NUMBER = 255
 _BYTES = frozenset(("U8",))

@@ -51,7 +51,7 @@ class ScaledScheme:
     values: str = "weight"
     zeros: str = "weight_zero_point"
     bits: tuple[int, ...] = (8,)
-    """Of packed values."""
+    """Bits of packed values."""
     groups: tuple[int, ...] = ()
     """Inputs that may share a scale, besides all of an output."""
     block: tuple[int, int] | None = None

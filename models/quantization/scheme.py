@@ -18,7 +18,7 @@ from kernels.quantized import QuantForm, QuantizedWeight, pack_int4, unpack_int4
 Shape = tuple[int, ...]
 
 FLOATS = frozenset(("F32", "BF16", "F16"))
-"""Element types of plain tensors, by safetensors' names; those of scales too."""
+"""Element types of plain tensors and of scales, by safetensors' names."""
 INTS = frozenset(("I32", "I64"))
 _INT8_ZERO = 128
 """The code that int8's 0 has."""
@@ -38,11 +38,11 @@ class Spec:
     """What one tensor must be."""
 
     shapes: tuple[Shape, ...]
-    """One of these."""
+    """Shapes that the tensor may have."""
     dtypes: frozenset[str] = FLOATS
     is_required: bool = True
     is_zero: bool = False
-    """It may be there if it holds nothing but zeros."""
+    """Whether the tensor may be present if it holds nothing but zeros."""
 
 
 Weight = torch.Tensor | QuantizedWeight

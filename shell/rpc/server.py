@@ -66,16 +66,16 @@ class RpcServer:
         announce_s: float = _ANNOUNCE_S,
         metrics: Metrics | None = None,
         tracer: Tracer | None = None,
-        own_port: int | None = None,
+        shared_listen: str | None = None,
     ) -> None:
         """`announce_s`: how long NOT_SERVING is told before connections are refused.
 
-        `own_port`: one to listen on as well, where `listen` is shared with other processes that do the same.
+        `shared_listen`: a second address, which other processes share.
 
         `metrics` count its calls; `tracer` gives a span to each that ends by itself and is no probe.
         """
         self._listen = listen
-        self._own_port = own_port
+        self._shared_listen = shared_listen
         self._incoming = incoming
         self._services = tuple(services)
         self._max_receive_bytes = max_receive_bytes
@@ -98,7 +98,7 @@ class RpcServer:
         return self._health
 
     async def start(self) -> int:
-        """Listens; returns the port, its own if it has one. Raises ConfigError if the address cannot be had."""
+        """Listens; returns the port of `listen`. Raises ConfigError if the address cannot be had."""
         server = grpc.aio.server(interceptors=self._interceptors(), options=self._options())
         for service in self._services:
             service.register(server)
@@ -107,8 +107,8 @@ class RpcServer:
         own = (health.SERVICE_NAME, channelz.SERVICE_NAME)
         reflection.add_reflection(server, [*(service.name for service in self._services), *own])
         port = self._bind(server, self._listen)
-        if self._own_port is not None:
-            port = self._bind(server, f"{self._listen.rpartition(':')[0]}:{self._own_port}")
+        if self._shared_listen is not None:
+            self._bind(server, self._shared_listen)
         await server.start()
         self._server = server
         return port
@@ -116,7 +116,7 @@ class RpcServer:
     def _bind(self, server: grpc.aio.Server, listen: str) -> int:
         tls = self._incoming.tls
         try:
-            if is_taken(listen, shared=self._own_port is not None):  # gRPC would write lines of its own
+            if is_taken(listen, shared=self._shared_listen is not None):  # gRPC would write lines of its own
                 raise RuntimeError("another process listens there")
             if tls is None:
                 return server.add_insecure_port(listen)
@@ -184,7 +184,7 @@ class RpcServer:
         return [
             *keepalive_options(),
             *connection_options(),
-            ("grpc.so_reuseport", int(self._own_port is not None)),
+            ("grpc.so_reuseport", int(self._shared_listen is not None)),
             ("grpc.max_receive_message_length", self._max_receive_bytes),
             ("grpc.max_send_message_length", -1),
             ("grpc.http2.min_ping_interval_without_data_ms", 500),

@@ -1,6 +1,6 @@
 """One process's metrics: what was counted and what is read, as Prometheus text.
 
-    observers ─add, observe─▶ Counter, Cells ─┐
+    listeners ─add, observe─▶ Counter, Cells ─┐
     queues, pools, registry ──── Reader ──────┴─ at scrape time ─▶ exposition()
 
 A bucket of a histogram keeps the last trace that was named with an observation, an exemplar; those who scrape
@@ -165,7 +165,7 @@ def _views(process: Process, model: str) -> Iterator[_View]:
 
 
 class Metrics(Collector):
-    """Made once per process; observers take their tallies from it."""
+    """Made once per process; listeners take their counters from it."""
 
     def __init__(self, process: Process, model: str, worker_id: str = "") -> None:
         self._process = process

@@ -148,13 +148,13 @@ class AsyncClient(Caller):
         raise Unavailable("it is draining", Reason.DRAINING)
 
     async def _call(self, method: Callable[..., Any], request: Any, timeout_s: float | None) -> Any:
-        """The one answer of a call."""
+        """Returns the answer of a unary call."""
         async with self._translated():
             return await method(request, timeout=timeout_s, metadata=self._metadata())
 
     @contextlib.asynccontextmanager
     async def _stream(self, method: Callable[..., Any], request: Any, timeout_s: float | None) -> AsyncIterator[Any]:
-        """The messages of a call. Leaving cancels it."""
+        """Yields the messages of a call. Leaving the iterator cancels the call."""
         async with self._translated():
             call = method(request, timeout=timeout_s, metadata=self._metadata())
             try:
@@ -168,7 +168,7 @@ class AsyncClient(Caller):
 
     @contextlib.asynccontextmanager
     async def _translated(self) -> AsyncIterator[None]:
-        """The one place where this client's gRPC errors become ours."""
+        """Translates gRPC errors into Tandem's, at one place."""
         self._check_open()
         try:
             yield

@@ -54,7 +54,7 @@ _HEALTH = {"healthCheckConfig": {"serviceName": "tandem.v1.InferenceService"}}
 
 
 class Caller:
-    """One channel to routers, and its stubs."""
+    """A channel to routers, with its stubs."""
 
     _dial: Callable[..., Any]
 
@@ -89,7 +89,9 @@ class Caller:
         self._health = health_watch(self._channel)
 
     def _metadata(self) -> tuple[tuple[str, str], ...]:
-        """Of one call: the token as it is now, and the caller's trace, if it has OpenTelemetry and is in a span."""
+        """Returns the metadata of one call: the present token, and the caller's trace if a span of OpenTelemetry is
+        open.
+        """
         carrier: dict[str, str] = {}
         if _propagator is not None:
             _propagator.inject(carrier)

@@ -32,10 +32,10 @@ class Message(_Turn, total=False):
     """One turn of a conversation."""
 
     content: str | Sequence[str]
-    """Text, or pieces of it."""
+    """Text, or pieces of text."""
     tool_calls: Sequence[ToolCall]
     tool_call_id: str
-    """Of role `tool`: which call this is the result of."""
+    """Id of the call that a message of role `tool` answers."""
     name: str
     reasoning_content: str
 
@@ -44,11 +44,11 @@ class ChatOptions(TypedDict, total=False):
     """What goes with a conversation."""
 
     tools: Sequence[Mapping[str, Any]]
-    """What the model may call, as OpenAI's API has it."""
+    """Tools that the model may call, in the form of OpenAI's API."""
     template_variables: Mapping[str, Any]
     """Further variables of the template, such as `{"enable_thinking": False}` for Qwen3."""
     template_name: str
-    """Which of the model's templates, where it has several."""
+    """Name of the template, where the model has several."""
 
 
 class SamplingOptions(TypedDict, total=False):
@@ -68,7 +68,7 @@ class SamplingOptions(TypedDict, total=False):
     beam_width: int
     length_penalty: float
     early_stopping: EarlyStopping | str
-    """Of a beam search: "heuristic", "always" or "never"."""
+    """When a beam search stops: "heuristic", "always" or "never"."""
     stop: str | Sequence[str]
     stop_token_ids: Sequence[int]
     include_stop: bool
@@ -87,11 +87,11 @@ class GenerateOptions(SamplingOptions, ChatOptions, total=False):
     """Everything that a generating call takes besides a text prompt and its deadline."""
 
     token_ids: Sequence[int]
-    """The prompt as ids, taken as they are."""
+    """Token ids of the prompt, taken unchanged."""
     messages: Sequence[Message]
     """The prompt as a conversation, for the model's chat template."""
     request_id: str
-    """Echoed everywhere; the server mints one if it is left out."""
+    """Id that answers, logs and traces repeat; the server makes an id if none is given."""
     model: str
     priority: int
     cache_salt: str
@@ -100,7 +100,7 @@ class GenerateOptions(SamplingOptions, ChatOptions, total=False):
 _REQUEST_FIELDS = ("request_id", "model", "priority", "cache_salt")
 _LISTS_OF_TEXT = {"stop", "choice"}
 _CONSTRAINTS = {"json_schema", "regex", "grammar", "choice"}
-"""One field of the message: of two, the first would be lost."""
+"""Fields of one `oneof`: of two given fields the message would keep the last alone."""
 
 
 def generate_request(text: str | None, options: GenerateOptions) -> inference_pb2.GenerateRequest:
@@ -143,7 +143,7 @@ def _fitting(name: str, value: Any) -> Any:
 def tokenize_request(
     text: str | None, messages: Sequence[Message] | None, model: str, options: ChatOptions | None = None
 ) -> inference_pb2.TokenizeRequest:
-    """The request for exactly one of the two. Raises InvalidRequest."""
+    """Builds the request for either text or messages. Raises InvalidRequest."""
     if (text is None) == (messages is None):
         raise InvalidRequest("input", "give exactly one of text, messages")
     chat = {name: value for name, value in (options or {}).items() if value is not None}

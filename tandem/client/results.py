@@ -43,7 +43,7 @@ class GenerationUpdate:
     text: str
     token_ids: tuple[TokenId, ...]
     logprobs: tuple[TokenLogprobs, ...]
-    """Empty, or one per token."""
+    """Log-probabilities, one entry per token, or empty."""
     finish_reason: FinishReason | None
     """Set on the choice's last update."""
     matched_stop: str | TokenId | None
@@ -53,7 +53,7 @@ class GenerationUpdate:
     timings: Timings | None
     """Set on the stream's last update."""
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
-    """Of the prompt's tokens from the second on, if asked for; in updates of their own before the first token."""
+    """Log-probabilities of the prompt's tokens from the second on, if asked for; in updates before the first token."""
     score: float | None = None
     """Set on the last update of a choice that a beam search found."""
 
@@ -69,7 +69,7 @@ class Choice:
     finish_reason: FinishReason | None
     matched_stop: str | TokenId | None
     score: float | None = None
-    """Of a choice that a beam search found."""
+    """Score of a choice that a beam search found."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +81,7 @@ class Completion:
     usage: Usage
     timings: Timings
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
-    """Of the prompt's tokens from the second on, if asked for."""
+    """Log-probabilities of the prompt's tokens from the second on, if asked for."""
 
     @property
     def text(self) -> str:

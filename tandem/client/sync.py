@@ -136,13 +136,13 @@ class Client(Caller):
         raise DeadlineExceeded(f"{self._target} is not ready after {timeout_s:g} s: {why}")
 
     def _call(self, method: Callable[..., Any], request: Any, timeout_s: float | None) -> Any:
-        """The one answer of a call."""
+        """Returns the answer of a unary call."""
         with self._translated():
             return method(request, timeout=timeout_s, metadata=self._metadata())
 
     @contextlib.contextmanager
     def _stream(self, method: Callable[..., Any], request: Any, timeout_s: float | None) -> Iterator[Any]:
-        """The messages of a call. Leaving cancels it."""
+        """Yields the messages of a call. Leaving the iterator cancels the call."""
         with self._translated():
             call = method(request, timeout=timeout_s, metadata=self._metadata())
             try:
@@ -152,7 +152,7 @@ class Client(Caller):
 
     @contextlib.contextmanager
     def _translated(self) -> Iterator[None]:
-        """The one place where this client's gRPC errors become ours."""
+        """Translates gRPC errors into Tandem's, at one place."""
         try:
             yield
         except grpc.RpcError as error:

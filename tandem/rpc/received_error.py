@@ -17,7 +17,7 @@ from tandem.rpc.google_messages import ErrorInfo, RetryInfo, Status, unpacked
 from tandem.rpc.tls import tls_failure
 
 DOMAIN = "tandem"
-"""Of our ErrorInfo."""
+"""Domain of Tandem's ErrorInfo."""
 _DETAILS_KEY = "grpc-status-details-bin"
 _REASON_OF_CODE: Mapping[grpc.StatusCode, Reason] = {
     grpc.StatusCode.INVALID_ARGUMENT: Reason.INVALID_FIELD,

@@ -25,7 +25,7 @@ class Incoming:
 
 @dataclass(frozen=True, slots=True)
 class Outgoing:
-    """What this process presents when it calls others."""
+    """Credentials that this process presents when it calls others."""
 
     tls: ClientTls | None = None
     tokens: Tokens | None = None
@@ -33,7 +33,7 @@ class Outgoing:
     """Whether the token may cross a network in clear."""
 
     def metadata(self) -> tuple[tuple[str, str], ...]:
-        """gRPC metadata of one call, with the token as it is now."""
+        """gRPC metadata of one call, with the present token."""
         return () if self.tokens is None else (("authorization", self.tokens.bearer()),)
 
     def shows_token_in_clear(self, target: str) -> bool:
@@ -57,7 +57,7 @@ class Outgoing:
 
 @dataclass(frozen=True, slots=True)
 class Security:
-    """Both directions of one process."""
+    """Credentials of a process, in both directions."""
 
     incoming: Incoming = Incoming()
     outgoing: Outgoing = Outgoing()

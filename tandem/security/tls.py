@@ -50,7 +50,7 @@ class _Loaded(Generic[P]):
 
 
 class _Tls(Generic[P]):
-    """The files of one direction."""
+    """Files of one direction."""
 
     def __init__(self, what: str, paths: Iterable[str | None], load: Callable[[], _Loaded[P]]) -> None:
         self._load = load
@@ -61,7 +61,7 @@ class _Tls(Generic[P]):
         return self._files.get().pem
 
     def context(self) -> ssl.SSLContext:
-        """For one handshake, of the files as they are now."""
+        """Returns the context of one handshake, from the present files."""
         return self._files.get().context
 
 
@@ -69,7 +69,7 @@ class ServerTls(_Tls[ServerPem]):
     """What this process shows on its ports and, with `client_ca`, asks of callers (mutual TLS)."""
 
     def __init__(self, cert: str, key: str, client_ca: str | None = None) -> None:
-        """Paths of PEM files. Raises ConfigError if one is no good."""
+        """Takes paths of PEM files. Raises ConfigError if a file cannot be used."""
         self.requires_client_certificate = client_ca is not None
         super().__init__("certificate", (cert, key, client_ca), partial(_load_server, cert, key, client_ca))
 

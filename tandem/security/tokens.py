@@ -27,13 +27,13 @@ _TOKEN = re.compile(rf"[A-Za-z0-9._~+/-]{{{MIN_TOKEN_CHARS},512}}=*")
 
 
 _MAX_DIGITS = 11
-"""Of a number of 32 bits with its sign."""
+"""Digits of a number of 32 bits with its sign."""
 _NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
 
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """Whose a token is, and what it may."""
+    """Owner of a token, and the owner's rights."""
 
     name: str = ""
     """Tokens of one name are of one identity, and so are all without a name: a token can be replaced."""
@@ -46,11 +46,11 @@ class _Known:
     first: str
     digests: tuple[bytes, ...]
     identities: tuple[Identity, ...]
-    """Of the same tokens."""
+    """Identities, in the order of the tokens."""
 
 
 class Tokens:
-    """The tokens in one file, as it is now."""
+    """The tokens of a file, as the file is now."""
 
     def __init__(self, path: str) -> None:
         """Raises ConfigError if the file cannot be read or holds no token."""
@@ -70,7 +70,7 @@ class Tokens:
         return known.identities[matches.index(True)] if any(matches) else None
 
     def allows(self, authorization: str | None) -> bool:
-        """Whether it shows one of the tokens."""
+        """Whether the header shows a token of the file."""
         return self.identify(authorization) is not None
 
     def bearer(self) -> str:

@@ -40,11 +40,6 @@ class RegistryServiceStub(object):
                 request_serializer=tandem_dot_v1_dot_registry__pb2.RegisterRequest.SerializeToString,
                 response_deserializer=tandem_dot_v1_dot_registry__pb2.RegisterResponse.FromString,
                 _registered_method=True)
-        self.ListProcesses = channel.unary_unary(
-                '/tandem.v1.RegistryService/ListProcesses',
-                request_serializer=tandem_dot_v1_dot_registry__pb2.ListProcessesRequest.SerializeToString,
-                response_deserializer=tandem_dot_v1_dot_registry__pb2.ListProcessesResponse.FromString,
-                _registered_method=True)
 
 
 class RegistryServiceServicer(object):
@@ -59,14 +54,6 @@ class RegistryServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
-    def ListProcesses(self, request, context):
-        """Asked before Register: which ports of the host that was called are those of the router's processes, one each. A
-        worker registers with all of them.
-        """
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
 
 def add_RegistryServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -74,11 +61,6 @@ def add_RegistryServiceServicer_to_server(servicer, server):
                     servicer.Register,
                     request_deserializer=tandem_dot_v1_dot_registry__pb2.RegisterRequest.FromString,
                     response_serializer=tandem_dot_v1_dot_registry__pb2.RegisterResponse.SerializeToString,
-            ),
-            'ListProcesses': grpc.unary_unary_rpc_method_handler(
-                    servicer.ListProcesses,
-                    request_deserializer=tandem_dot_v1_dot_registry__pb2.ListProcessesRequest.FromString,
-                    response_serializer=tandem_dot_v1_dot_registry__pb2.ListProcessesResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -109,33 +91,6 @@ class RegistryService(object):
             '/tandem.v1.RegistryService/Register',
             tandem_dot_v1_dot_registry__pb2.RegisterRequest.SerializeToString,
             tandem_dot_v1_dot_registry__pb2.RegisterResponse.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
-    def ListProcesses(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_unary(
-            request,
-            target,
-            '/tandem.v1.RegistryService/ListProcesses',
-            tandem_dot_v1_dot_registry__pb2.ListProcessesRequest.SerializeToString,
-            tandem_dot_v1_dot_registry__pb2.ListProcessesResponse.FromString,
             options,
             channel_credentials,
             insecure,

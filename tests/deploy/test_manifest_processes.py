@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import trustme
 
-from bench.cluster import Cluster, run_command
+from bench.support.cluster import Cluster, run_command
 from shell.config import ClientSecurityConfig
 from tandem.client import Client
 from tests.deploy.manifests import overlay
@@ -81,7 +81,7 @@ def start(
 def forked_commands(fork_command: Forking) -> Iterator[None]:
     """What `run_command` starts is forked, with the environment that it is called in."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("bench.cluster.open_command", fork_command)
+        patch.setattr("bench.support.cluster.open_command", fork_command)
         yield
 
 

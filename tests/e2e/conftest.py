@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from bench import cluster
-from bench.cluster import Cluster, becomes_idle, eventually, open_command, serve
+from bench.support import cluster
+from bench.support.cluster import Cluster, becomes_idle, eventually, open_command, serve
 from models.demo.text import Story, make_story
 from shell.telemetry.metric import Process
 from shell.telemetry.metric_names import REQUESTS
@@ -22,7 +22,7 @@ from tests.scraped import counted, expositions
 
 @pytest.fixture(scope="session", autouse=True)
 def forked_commands(fork_command: Forking) -> Iterator[None]:
-    """What `bench.cluster` starts is forked: nothing is imported once more."""
+    """What `bench.support.cluster` starts is forked: nothing is imported once more."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(cluster, "open_command", fork_command)
         yield

@@ -16,7 +16,7 @@ from pathlib import Path
 import grpc.aio
 import pytest
 
-from bench.cluster import Cluster, eventually, run_command, serve
+from bench.support.cluster import Cluster, eventually, run_command, serve
 from models.files.checkpoint import read_checkpoint
 from tandem.client import AsyncClient, Client, ClusterStatus
 from tandem.convert import info_to_proto, load_to_proto

@@ -8,7 +8,7 @@ import urllib.request
 import grpc
 from grpc_channelz.v1 import channelz_pb2, channelz_pb2_grpc
 
-from bench.cluster import Cluster
+from bench.support.cluster import Cluster
 from tandem.client import Client
 
 TIMEOUT_S = 10.0

@@ -8,7 +8,7 @@ from typing import Any
 import grpc
 import pytest
 
-from bench.cluster import Cluster
+from bench.support.cluster import Cluster
 from tandem.client import Client
 from tandem.errors import InvalidRequest, ModelNotFound, TandemError
 from tandem.v1 import inference_pb2

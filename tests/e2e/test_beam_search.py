@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 import torch
 
-from bench.cluster import Cluster, becomes_idle, eventually, serve
-from bench.exactness_reference import load_transformers
+from bench.support.cluster import Cluster, becomes_idle, eventually, serve
+from bench.support.reference import load_transformers
 from models.files.checkpoint import DEMO, resolve_model
 from tandem.client import Client
 from tandem.client.results import Choice, Completion

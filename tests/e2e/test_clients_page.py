@@ -12,7 +12,7 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from bench.cluster import Cluster, serve
+from bench.support.cluster import Cluster, serve
 from router.faces.kserve.model import INPUTS, OUTPUTS
 from tandem.client import Client
 from tests.pki import OTHER_TOKEN, TOKEN, Pki

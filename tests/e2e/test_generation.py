@@ -11,7 +11,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from bench.cluster import eventually, serve
+from bench.support.cluster import eventually, serve
 from models.demo.text import Story, make_story
 from models.files.checkpoint import resolve_model
 from shell.telemetry.metric import Process

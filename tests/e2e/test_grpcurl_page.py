@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 import trustme
 
-from bench.cluster import Cluster, eventually, serve
+from bench.support.cluster import Cluster, eventually, serve
 from tandem.client import Client
 
 BUF = Path(sys.executable).with_name("buf")

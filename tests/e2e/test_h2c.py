@@ -19,7 +19,7 @@ import h2.events
 import pytest
 from smg_grpc_proto import vllm_engine_pb2 as engine
 
-from bench.cluster import Cluster, becomes_idle
+from bench.support.cluster import Cluster, becomes_idle
 from tandem.client import Client
 
 SERVICE = "/vllm.grpc.engine.VllmEngine"

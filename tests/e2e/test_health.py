@@ -17,7 +17,7 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from bench.cluster import Cluster, pid_of, run_command, serve
+from bench.support.cluster import Cluster, pid_of, run_command, serve
 from tandem.client import Client
 from tandem.types import Role
 

@@ -19,8 +19,8 @@ import anthropic
 import openai
 import pytest
 
-from bench.cluster import Cluster, becomes_idle, eventually, serve
-from bench.processes import children
+from bench.support.cluster import Cluster, becomes_idle, eventually, serve
+from bench.support.processes import children
 from tandem.client import Client
 from tests.at_rest import nothing_runs
 

@@ -14,7 +14,7 @@ import anthropic
 import openai
 import pytest
 
-from bench.cluster import Cluster, becomes_idle, eventually, serve
+from bench.support.cluster import Cluster, becomes_idle, eventually, serve
 from tandem.client import Client
 from tests.at_rest import nothing_runs
 from tests.pki import LOOPBACK, OTHER_TOKEN, TOKEN, Identity, Pki

@@ -12,7 +12,7 @@ from contextlib import AbstractContextManager, contextmanager
 
 import pytest
 
-from bench.cluster import eventually, pid_of
+from bench.support.cluster import eventually, pid_of
 from tandem.client import Client
 from tandem.errors import InvalidRequest
 from tandem.types import Role

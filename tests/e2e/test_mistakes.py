@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from bench.cluster import run_command
+from bench.support.cluster import run_command
 from cli.main import main
 from models.files.checkpoint import resolve_model
 from tests.finished_command import finished

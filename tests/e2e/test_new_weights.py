@@ -12,8 +12,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import models.demo
-from bench.fleet import Fleet
-from bench.ports import free_ports
+from bench.support.fleet import Fleet
+from bench.support.ports import free_ports
 from tandem.client import AsyncClient, Client
 from tandem.types import Role, TokenId
 

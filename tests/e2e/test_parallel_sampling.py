@@ -11,7 +11,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 import pytest
 
-from bench.cluster import Cluster, becomes_idle, eventually, serve
+from bench.support.cluster import Cluster, becomes_idle, eventually, serve
 from tandem.client import Client
 from tandem.client.results import Choice, Completion
 from tandem.errors import InvalidRequest

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from bench.cluster import becomes_idle, pid_of, serve
+from bench.support.cluster import becomes_idle, pid_of, serve
 from tandem.client import Client, Completion
 from tandem.types import Role
 

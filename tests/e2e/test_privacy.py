@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 import grpc
 import pytest
 
-from bench.cluster import Cluster, becomes_idle, eventually, pid_of, serve
+from bench.support.cluster import Cluster, becomes_idle, eventually, pid_of, serve
 from tandem.client import Client, Message
 from tandem.errors import TandemError
 from tandem.types import Role

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from bench.cluster import serve
-from bench.exactness import check_system, make_workload
-from bench.exactness_reference import Reference
-from bench.exactness_system import Settings
-from bench.tiny_models import TINY_MODELS, TinyModel, save_tiny_model
+from bench.support.cluster import serve
+from bench.support.exactness import check_system, make_workload
+from bench.support.reference import Reference
+from bench.support.systems import Settings
+from bench.support.tiny_models import TINY_MODELS, TinyModel, save_tiny_model
 from models.demo.text import make_story
 from tandem.client import Client
 from tests.gguf_files import Q4_0, Q8_0, write_gguf

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from bench.cluster import becomes_idle, serve
+from bench.support.cluster import becomes_idle, serve
 from tandem.client import Client
 from tandem.client.results import Completion
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from google.protobuf import json_format
 
-from bench.cluster import Cluster
+from bench.support.cluster import Cluster
 from tandem.client import Client
 from tandem.v1 import inference_pb2
 from tests.finished_command import finished

@@ -12,7 +12,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from bench.cluster import serve
+from bench.support.cluster import serve
 from tandem.client import Client
 
 PROMPTS = ("The capital of France is", "Once upon a time", "def fibonacci(n):\n")

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from bench.cluster import Cluster
+from bench.support.cluster import Cluster
 from tandem.client import Client
 
 BUF = Path(sys.executable).with_name("buf")

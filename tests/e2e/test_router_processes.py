@@ -1,4 +1,4 @@
-"""A router of several processes on one port: each serves, and one that is lost is replaced while the others go on."""
+"""Several routers on one port: each serves, and one that is lost is replaced while the others go on."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from bench.cluster import Cluster, eventually, serve
-from bench.processes import children
+from bench.support.cluster import Cluster, eventually, serve
+from bench.support.processes import children
 from tandem.client import Client
 from tandem.errors import TandemError
 
@@ -18,10 +18,10 @@ pytestmark = pytest.mark.usefixtures("real_commands")
 REPLACED_WITHIN_S = 60.0
 
 
-def own_addresses(cluster: Cluster) -> list[str]:
-    """Of its two processes."""
-    host, _, port = cluster.target.rpartition(":")
-    return [f"{host}:{int(port) + 1 + process}" for process in range(2)]
+def own_addresses(cluster: Cluster) -> dict[str, int]:
+    """Process id of each router by its own address."""
+    known = children(cluster.process.pid)
+    return {f"127.0.0.1:{name.removeprefix('router-')}": pid for name, pid in known.items() if "router" in name}
 
 
 def num_workers(target: str) -> int:
@@ -34,9 +34,10 @@ def num_workers(target: str) -> int:
     return len(status.workers) if status.ready else 0
 
 
-def test_requests_go_through_every_process_and_one_that_is_killed_is_replaced() -> None:
+def test_requests_go_through_every_router_and_one_that_is_killed_is_replaced() -> None:
     with serve("demo", "--prefill", "1", "--decode", "2", "--router-processes", "2") as cluster:
-        first, second = own_addresses(cluster)
+        routers = own_addresses(cluster)
+        first, second = routers
         assert eventually(lambda: [num_workers(each) for each in (first, second)] == [3, 3], REPLACED_WITHIN_S)
         answers = []
         for target in (cluster.target, first, second):
@@ -46,7 +47,7 @@ def test_requests_go_through_every_process_and_one_that_is_killed_is_replaced() 
 
         with Client(second) as client, ThreadPoolExecutor(1) as pool:
             streaming = pool.submit(lambda: len(list(client.generate("Once upon", max_tokens=400, ignore_eos=True))))
-            os.kill(children(cluster.process.pid)["router-0"], signal.SIGKILL)
+            os.kill(routers[first], signal.SIGKILL)
             assert streaming.result(60) > 0
         with Client(cluster.target) as client:  # the kernel sends callers to who is left
             assert client.complete("Once upon", max_tokens=8, temperature=0.0, timeout_s=30).text == answers[0]

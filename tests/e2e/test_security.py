@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from bench.cluster import Cluster, becomes_idle, eventually, run_command, serve
-from bench.processes import children
+from bench.support.cluster import Cluster, becomes_idle, eventually, run_command, serve
+from bench.support.processes import children
 from kvtransfer.frame import Frame, FrameType
 from kvtransfer.handshake import Hello
 from tandem.client import Client

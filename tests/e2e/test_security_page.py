@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from bench.cluster import Cluster, run_command
+from bench.support.cluster import Cluster, run_command
 from shell.admin import port
 from shell.rpc import bounds
 from tandem.security.tls import HANDSHAKE_TIMEOUT_S, ServerTls

@@ -1,7 +1,7 @@
 """Everything that shares, at once: the answers are those of a cluster that shares nothing between requests.
 
-Requests are drawn from a seed (`bench.random_requests`): prompts that begin alike, salts, choices, beams, constraints,
-every sampling parameter, log-probabilities. So are the clusters: block size, chunks, pools, local prefill.
+Requests are drawn from a seed (`bench.support.random_requests`): prompts that begin alike, salts, choices, beams,
+constraints, every sampling parameter, log-probabilities. So are the clusters: block size, chunks, pools, local prefill.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from typing import Any
 import pytest
 import torch
 
-from bench.cluster import becomes_idle, eventually, serve
-from bench.exactness_reference import load_transformers
-from bench.random_requests import MAX_PRIORITY, RandomRequest, make_sharing_requests
+from bench.support.cluster import becomes_idle, eventually, serve
+from bench.support.random_requests import MAX_PRIORITY, RandomRequest, make_sharing_requests
+from bench.support.reference import load_transformers
 from models.files.checkpoint import DEMO, read_checkpoint, resolve_model
 from models.grammar import GrammarCompiler
 from tandem.client import Client, Completion
@@ -30,7 +30,7 @@ from tandem.types import Constraint, FinishReason, Language, Role, TokenLogprobs
 SEED = 17
 NUM_REQUESTS = 30
 CALLERS = 8
-COMMON = ("--max-priority", str(MAX_PRIORITY), "--patience-seconds", "60", "--max-retries", "20")
+COMMON = ("--max-priority", str(MAX_PRIORITY), "--patience-seconds", "60")
 LOGPROB_TOLERANCE = 0.002
 """Sums come in another order in batches of another size."""
 Answers = Mapping[str, Completion]

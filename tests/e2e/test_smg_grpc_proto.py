@@ -21,7 +21,7 @@ from smg_grpc_proto import vllm_engine_pb2_grpc
 from smg_grpc_proto.generated import common_pb2
 from tokenizers import Tokenizer
 
-from bench.cluster import Cluster, becomes_idle, eventually
+from bench.support.cluster import Cluster, becomes_idle, eventually
 from models.demo.text import make_story
 from models.files.checkpoint import resolve_model
 from tandem.client import Client

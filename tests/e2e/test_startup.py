@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from bench import cluster
-from bench.cluster import eventually, run_command, serve
+from bench.support import cluster
+from bench.support.cluster import eventually, run_command, serve
 from models.files.checkpoint import resolve_model
 from tandem.client import Client
 from tandem.errors import Unavailable

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from bench.cluster import Cluster, run_command
+from bench.support.cluster import Cluster, run_command
 
 TIMEOUT_S = 30.0
 COMMAND = (sys.executable, "-m", "cli.main", "status", "--watch", "0.2", "--target")

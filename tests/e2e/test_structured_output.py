@@ -13,7 +13,7 @@ from typing import Any
 import jsonschema
 import pytest
 
-from bench.cluster import Cluster, becomes_idle, eventually, pid_of, serve
+from bench.support.cluster import Cluster, becomes_idle, eventually, pid_of, serve
 from tandem.client import Client
 from tandem.client.results import Choice
 from tandem.errors import InvalidRequest

@@ -5,12 +5,11 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
-from bench.cluster import Cluster, eventually, pid_of, serve
-from bench.processes import children, fork_server
+from bench.support.cluster import Cluster, eventually, pid_of, serve
+from bench.support.processes import children
 from tandem.client import Client
 from tandem.errors import TandemError
 from tandem.types import Role
@@ -66,32 +65,9 @@ def test_a_router_that_was_stopped_from_outside_is_replaced_at_its_address(clust
     assert cluster.process.poll() is None
 
 
-def test_workers_are_forked_from_what_is_imported_once_and_started_without_it_where_it_has_ended(
-    cluster: Cluster, client: Client
-) -> None:
-    before, server = pids(client), fork_server(cluster.process.pid)
-    assert server is not None
-    assert {torch_lies_at(pid) for pid in before.values()} == {torch_lies_at(server)}
-    os.kill(server, signal.SIGKILL)
-    os.kill(before[Role.DECODE], signal.SIGKILL)
-    assert eventually(lambda: pids(client).get(Role.DECODE, before[Role.DECODE]) != before[Role.DECODE], 60)
-    successor = pids(client)[Role.DECODE]
-    known = children(cluster.process.pid)
-    said = [line for line in cluster.log if "child" in line]
-    assert (known["prefill-0"], known["decode-0"]) == (before[Role.PREFILL], successor), said
-    assert torch_lies_at(successor) != torch_lies_at(before[Role.PREFILL])
-    assert client.complete("Once", max_tokens=2, timeout_s=30).choices[0].token_ids
-
-
-def torch_lies_at(pid: int) -> str:
-    """Where a process has torch's library: at the same place only in those that one was forked from the other."""
-    maps = Path(f"/proc/{pid}/maps").read_text().splitlines()
-    return next(line.partition("-")[0] for line in maps if "libtorch_cpu" in line)
-
-
 def test_a_frozen_worker_does_not_hold_up_the_stop(fork_command: Forking, monkeypatch: pytest.MonkeyPatch) -> None:
     """The grace would be five minutes: it is for work that goes on."""
-    monkeypatch.setattr("bench.cluster.open_command", fork_command)  # how it started is no matter here
+    monkeypatch.setattr("bench.support.cluster.open_command", fork_command)  # how it started is no matter here
     with serve("demo", "--drain-grace-seconds", "300") as cluster, Client(cluster.target) as client:
         client.wait_ready(timeout_s=30)
         os.kill(pid_of(client, Role.DECODE), signal.SIGSTOP)

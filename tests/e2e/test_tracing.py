@@ -10,11 +10,11 @@ import grpc
 import pytest
 from opentelemetry.sdk.trace import TracerProvider
 
-from bench.cluster import Cluster, eventually, serve
-from bench.collector import CollectedSpan, Collector
+from bench.support.cluster import Cluster, eventually, serve
 from tandem.client import Client
 from tandem.errors import DeadlineExceeded, InvalidRequest
 from tandem.v1 import inference_pb2, inference_pb2_grpc
+from tests.collector import CollectedSpan, Collector
 
 PROMPT = "the unmistakable zanzibar phrase"
 WORK = ("queue", "prefill", "kv.transfer", "decode")

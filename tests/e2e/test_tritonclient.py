@@ -19,7 +19,7 @@ import tritonclient.grpc.aio as triton_aio
 from tritonclient.grpc import service_pb2, service_pb2_grpc
 from tritonclient.utils import InferenceServerException
 
-from bench.cluster import Cluster, becomes_idle, eventually
+from bench.support.cluster import Cluster, becomes_idle, eventually
 from models.demo.text import make_story
 from tandem.client import Client
 

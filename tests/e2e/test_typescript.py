@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from bench.cluster import Cluster
+from bench.support.cluster import Cluster
 from tandem.client import Client
 
 ROOT = Path(__file__).parents[2]

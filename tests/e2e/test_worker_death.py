@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from bench.cluster import becomes_idle, eventually, pid_of, serve
+from bench.support.cluster import becomes_idle, eventually, pid_of, serve
 from tandem.client import Client
 from tandem.errors import DeadlineExceeded, TandemError
 from tandem.types import Role

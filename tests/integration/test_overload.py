@@ -33,7 +33,7 @@ async def overloaded(num_blocks: int) -> AsyncIterator[tuple[TwoDecoders, list[S
 
 
 def moves(cores: TwoDecoders) -> list[tuple[Any, ...]]:
-    return [call for each in cores.old.observer.sequences for call in each.calls if call[0] == "moved"]
+    return [call for each in cores.old.recorded.sequences for call in each.calls if call[0] == "Moved"]
 
 
 async def test_an_overloaded_one_gives_one_stream_away_and_every_token_is_right() -> None:
@@ -42,7 +42,7 @@ async def test_an_overloaded_one_gives_one_stream_away_and_every_token_is_right(
         await cores.move(first)
         cores.old.engine.let_go()
         await cores.finish(*streams)
-        assert moves(cores) == [("moved", MoveReason.OVERLOAD)]
+        assert moves(cores) == [("Moved", MoveReason.OVERLOAD)]
         assert computed_tokens(cores.new.engine.steps) < 48, "what was handed over was computed again"
 
 
@@ -74,7 +74,7 @@ async def test_one_that_was_handed_over_stays_for_a_while(monkeypatch: pytest.Mo
         cores.old.engine.let_go()
         await cores.until(lambda: cores.new.engine.num_steps > 3)
         assert not stream.attempt.leaves
-        hand_overs = cores.new.core._hand_overs
+        hand_overs = cores.new.core._decodes._hand_overs
         (request,) = cores.new.core._requests.values()
         hand_overs._sender = cores.wire
         for seconds, offered in ((STAY_S - 1.0, False), (1.0, True)):

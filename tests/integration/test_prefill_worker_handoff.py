@@ -11,18 +11,20 @@ from pathlib import Path
 import pytest
 import torch
 
-from bench.tiny_models import TINY_MODELS, VOCAB_SIZE, save_tiny_model
+from bench.support.tiny_models import TINY_MODELS, VOCAB_SIZE, save_tiny_model
 from engine.group import Group
 from engine.kv_cache import KvCache
-from engine.loading import Engine, EngineOptions, load_engine
-from engine.placement import ThreadPlacement
+from engine.loading import Engine, load_engine
 from engine.runner import Runner
 from engine.step import Step, StepResult
 from kvtransfer.base import Fingerprints, Offer, PoolMemory
 from kvtransfer.sender import KvSender
-from prefill_worker.scheduler import BatchLimits
-from prefill_worker.worker import PrefillWorker, WorkerParts
+from prefill_worker.outgoing_transfer import OutgoingPolicy
+from prefill_worker.prompt_line import LineLimits
+from prefill_worker.prompts import PromptPolicy
+from prefill_worker.worker import new_prefill_worker
 from shell.clock import MonotonicClock
+from shell.config import WorkerConfig
 from tandem.errors import TransferError
 from tandem.limits import Limits
 from tandem.types import (
@@ -38,8 +40,9 @@ from tandem.types import (
 from tandem.validation import Validator
 from tests.prefill_listener import RecordingRouter
 from tests.receiving_pool import NUM_BLOCKS, Arrivals, Target
-from tests.recording_observers import RecordingWorker
-from worker.outgoing_transfer import OutgoingPolicy
+from tests.recorded_events import RecordedWorker
+from worker.core import Worker
+from worker.parts import WorkerParts
 
 CPU = torch.device("cpu")
 BLOCK_SIZE, CHUNK_TOKENS = 16, 64
@@ -50,14 +53,14 @@ DEADLINE_S = 20.0
 def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
     folder: Path = save_tiny_model(TINY_MODELS[0], tmp_path_factory.mktemp("model"))
     loaded = load_engine(
-        EngineOptions(
-            model_path=folder,
+        WorkerConfig(
+            model=str(folder),
             device="cpu",
             dtype="float32",
             block_size=BLOCK_SIZE,
             kv_blocks=NUM_BLOCKS,
             attention_backend="reference",
-            placement=ThreadPlacement(threads=1),
+            threads=1,
         )
     )
     yield loaded
@@ -96,7 +99,7 @@ class CountedEngine:
 class Rig:
     """A prefill worker on the module's engine, and one router."""
 
-    worker: PrefillWorker
+    worker: Worker
     engine: CountedEngine
     router: RecordingRouter
     num_handles: int = 0
@@ -128,9 +131,10 @@ async def make_rig(engine: Engine) -> AsyncIterator[Callable[..., Rig]]:
         senders.append(sender)
         validator = Validator(Limits(), VOCAB_SIZE, engine.model.config.context_tokens)
         counted = CountedEngine(engine)
-        parts = WorkerParts(counted, engine.cache, sender, validator, clock, RecordingWorker())
-        limits = BatchLimits(CHUNK_TOKENS, 8)
-        worker = PrefillWorker(parts, limits, OutgoingPolicy(overlap=overlap), engine.max_sequence_tokens)
+        parts = WorkerParts(counted, engine.cache, validator, clock, RecordedWorker().events)
+        outgoing = OutgoingPolicy(overlap=overlap)
+        policy = PromptPolicy(LineLimits(8), engine.max_sequence_tokens, CHUNK_TOKENS, outgoing)
+        worker = new_prefill_worker(parts, sender, policy)
         rigs.append((Rig(worker, counted, RecordingRouter()), asyncio.create_task(worker.run())))
         return rigs[-1][0]
 

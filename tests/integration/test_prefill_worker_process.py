@@ -11,7 +11,7 @@ from pathlib import Path
 import grpc.aio
 import pytest
 
-from bench.tiny_models import TINY_MODELS, save_tiny_model
+from bench.support.tiny_models import TINY_MODELS, save_tiny_model
 from tandem.v1 import worker_pb2, worker_pb2_grpc
 from tests.fake_registry import becomes_ready, listening
 from tests.worker_process import DEADLINE_S, address_of, worker_process

@@ -16,15 +16,15 @@ from pathlib import Path
 import pytest
 import torch
 
-from bench.peers.model import PEER_SHAPES, write_checkpoint
+from bench.support.checkpoints import PEER_SHAPES, write_checkpoint
 from engine.batch import build_batch
 from engine.kv_cache import KvCache
 from engine.step import SampleSpec, ScheduledSeq
 from kernels import cpu
-from kernels.cpu.library import Library, max_threads, take_num_lent, take_threads
+from kernels.cpu.core_loans import ENTRY_BYTES, CoreLedger, CoreLoan
+from kernels.cpu.library import Library, max_threads, take_threads
 from kernels.cpu.row_max import RowMax
 from models.loading import load_model
-from shell.core_loans import ENTRY_BYTES, CoreLedger, CoreLoan
 from tandem.types import SamplingParams, TokenId
 
 CORES = sorted(os.sched_getaffinity(0))
@@ -132,16 +132,6 @@ def test_a_guest_stays_away_from_a_core_that_computes(ledger, entries):
         before_ns = _guest_ran_ns()
         executor.submit(_work).result()
         assert _guest_ran_ns() == before_ns
-
-
-def test_it_is_told_how_many_cores_were_borrowed(ledger, entries):
-    with borrower(ledger.path) as executor:
-        executor.submit(_work).result()
-        assert executor.submit(take_num_lent).result() == 1
-        assert executor.submit(take_num_lent).result() == 0
-        entries[CORES[1]].is_busy = 1
-        executor.submit(_work).result()
-        assert executor.submit(take_num_lent).result() == 0
 
 
 def test_a_guest_does_not_come_between_two_steps_of_the_owner(ledger, entries):
@@ -254,7 +244,7 @@ def test_guests_that_come_and_go_change_no_bit_of_a_step(ledger, entries, tmp_pa
     expected = logits()
     with borrower(ledger.path) as executor, _called_back_at_random(entries[CORES[1]]):
         assert executor.submit(lambda: all(torch.equal(logits(), expected) for _ in range(500))).result()
-        assert executor.submit(take_num_lent).result() == 1
+        assert _guest_ran_ns() > 0
     kv_cache.close()
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from bench.tiny_models import TINY_MODELS, save_tiny_model
+from bench.support.tiny_models import TINY_MODELS, save_tiny_model
 from cli.main import main
 
 pytest.importorskip("triton")

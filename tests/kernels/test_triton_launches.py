@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from bench.tiny_models import TINY_MODELS, save_tiny_model
+from bench.support.tiny_models import TINY_MODELS, save_tiny_model
 from engine.kv_cache import KvCache
 from engine.runner import Runner
 from engine.step import BlockCopy, SampleSpec, ScheduledSeq, Step

@@ -33,12 +33,11 @@ constexpr uint64_t kInside = kOpen - 1;
 // Stretches of units get shorter towards the end of a phase: a member that still holds one when another has waited for
 // half as long as it worked has lost its processor.
 constexpr int64_t kLeastLate_ns = 20000;
-constexpr int64_t kMostLate_ns = kMostPatience_ns;
+constexpr int64_t kMostLate_ns = kMostSpin_ns;
 
 thread_local bool is_inside = false;
 thread_local int64_t taken_threads = 0;  // by tandem_take_threads
 thread_local int64_t member = 0;
-thread_local int64_t most_called = 0;  // guests, since `tandem_take_most_guests` was called
 
 void set_name(const char* name) {
 #if defined(__linux__)
@@ -146,13 +145,8 @@ class Owner {
   void call_guests(uint64_t job) {
     if (num_guests_ == 0) return;
     const int64_t at_ns = now_ns();
-    int64_t called = 0;
-    for (int64_t i = 0; i < num_guests_; ++i) {
-      if (!guests_[i].is_core_free(at_ns)) continue;
-      guests_[i].call(job);
-      ++called;
-    }
-    if (called > most_called) most_called = called;
+    for (int64_t i = 0; i < num_guests_; ++i)
+      if (guests_[i].is_core_free(at_ns)) guests_[i].call(job);
   }
 
   // Joins the members.
@@ -232,13 +226,6 @@ EXPORT void tandem_share_cores(int file, int64_t num_cores, const int32_t* own, 
   loan.own = copied(own, num_own), loan.others = copied(others, num_others);
   loan.num_own = num_own, loan.num_others = num_others;
   set_busy(false);  // who had these cores before may have died within a job
-}
-
-// The most guests that any one job of the calling thread had since the last call.
-EXPORT int64_t tandem_take_most_guests() {
-  const int64_t most = most_called;
-  most_called = 0;
-  return most;
 }
 
 void tandem_team_ring(TandemTeam* team) { ring(&team->bell); }

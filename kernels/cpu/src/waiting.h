@@ -17,11 +17,11 @@ namespace {
 
 // A wait spins this long before it sleeps: more after each one that was short, asleep or not, less after each long one.
 // Between two calls from Python lie some tens of microseconds; waking a sleeper takes as long again.
-constexpr int64_t kMostPatience_ns = 100000;
-constexpr int64_t kLeastPatience_ns = 2000;
-constexpr int64_t kShort_ns = 2 * kMostPatience_ns;
+constexpr int64_t kMostSpin_ns = 100000;
+constexpr int64_t kLeastSpin_ns = 2000;
+constexpr int64_t kShort_ns = 2 * kMostSpin_ns;
 
-thread_local int64_t patience_ns = kMostPatience_ns;
+thread_local int64_t spin_ns = kMostSpin_ns;
 
 int64_t now_ns() {
   timespec now;
@@ -62,7 +62,7 @@ bool spin_until(const Condition& holds, int64_t end_ns) {
 template <typename Condition>
 void wait_until(TandemBell* bell, const Condition& holds) {
   const int64_t began_ns = now_ns();
-  if (spin_until(holds, began_ns + patience_ns)) return;
+  if (spin_until(holds, began_ns + spin_ns)) return;
   __atomic_add_fetch(&bell->sleepers, 1u, __ATOMIC_SEQ_CST);
   for (;;) {
     const uint32_t rung = __atomic_load_n(&bell->rung, __ATOMIC_SEQ_CST);
@@ -70,8 +70,8 @@ void wait_until(TandemBell* bell, const Condition& holds) {
     sleep_on(&bell->rung, rung);
   }
   __atomic_sub_fetch(&bell->sleepers, 1u, __ATOMIC_SEQ_CST);
-  const int64_t wanted_ns = now_ns() - began_ns < kShort_ns ? 2 * patience_ns : patience_ns / 2;
-  patience_ns = wanted_ns < kLeastPatience_ns ? kLeastPatience_ns : wanted_ns < kMostPatience_ns ? wanted_ns : kMostPatience_ns;
+  const int64_t wanted_ns = now_ns() - began_ns < kShort_ns ? 2 * spin_ns : spin_ns / 2;
+  spin_ns = wanted_ns < kLeastSpin_ns ? kLeastSpin_ns : wanted_ns < kMostSpin_ns ? wanted_ns : kMostSpin_ns;
 }
 
 void ring(TandemBell* bell) {

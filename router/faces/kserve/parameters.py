@@ -49,7 +49,7 @@ def sampling_values(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _fitting(name: str, value: Any) -> Any:
-    """`value` as the parameter's type; None if it asks for nothing."""
+    """Returns `value` as the parameter's type; None if the value asks for nothing."""
     single = value[0] if isinstance(value, Sequence) and not isinstance(value, str) and len(value) == 1 else value
     if value is None or any(each == neutral for neutral in _NEUTRAL.get(name, ()) for each in (value, single)):
         return None
@@ -127,7 +127,7 @@ def _biases(value: Any) -> dict[int, float]:
 
 
 _OF_SEVERAL = (_strings, _integers, _biases)
-"""Take all elements; the others the only one."""
+"""Readers that take all elements; other readers take the only element."""
 _MAX_UINT64 = 2**64 - 1
 _FITS: Mapping[str, Callable[[Any], Any]] = {
     **dict.fromkeys(("max_tokens", "min_tokens", "seed", "n", "beam_width"), _integer),
@@ -146,7 +146,7 @@ _FITS: Mapping[str, Callable[[Any], Any]] = {
 
 
 def boolean(name: str, value: Any) -> bool:
-    """True or false, or one of the words. Raises InvalidRequest."""
+    """Reads true or false, or a word for either. Raises InvalidRequest."""
     try:
         return _flag(value[0] if isinstance(value, list) and len(value) == 1 else value)
     except TypeError as error:

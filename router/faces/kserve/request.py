@@ -21,7 +21,7 @@ from tandem.errors import InvalidRequest, ModelNotFound, UnsupportedOption
 from tandem.foreign import kserve_pb2 as pb
 
 MAX_TEXTS = 64
-"""Of one ModelInfer."""
+"""Most texts of one ModelInfer."""
 _MAX_ENTRIES = 128
 """Inputs, outputs, parameters: more than there are names."""
 _MAX_JSON_CHARACTERS = 128 * 1024
@@ -43,13 +43,13 @@ _NOT_SERVED = frozenset({"image", "embedding_request"})
 
 @dataclass(frozen=True, slots=True)
 class InferRequest:
-    """One request, read."""
+    """A request as read."""
 
     id: str
     shape: tuple[int, ...]
-    """Of the texts, and of every output."""
+    """Shape of the texts, and of every output."""
     completions: tuple[CompletionRequest, ...]
-    """One per text."""
+    """Completions, one per text."""
     echoes: tuple[str, ...]
     """What the answer to each text begins with: the text itself, or nothing."""
     stream: bool

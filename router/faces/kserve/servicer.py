@@ -28,7 +28,7 @@ from tandem.foreign import kserve_pb2_grpc
 from tandem.limits import Limits
 
 SERVICE_NAME = "inference.GRPCInferenceService"
-"""As its owners named it."""
+"""Name of the service in its protocol."""
 _EXTENSIONS = ("model_configuration", "parameters", "schedule_policy", "statistics")
 _REFUSED = {
     **dict.fromkeys(("RepositoryModelLoad", "RepositoryModelUnload"), "a router serves the model it was started with"),
@@ -85,7 +85,7 @@ class KserveServicer(kserve_pb2_grpc.GRPCInferenceServiceServicer):
         return pb.ModelConfigResponse(config=configuration(self._model))
 
     async def ModelInfer(self, request: pb.ModelInferRequest, context: Context) -> pb.ModelInferResponse:
-        """All texts at once; one that fails, fails all."""
+        """Computes all texts at once; a text that fails ends the call."""
         with self._entrance.judging():
             infer = read_request(request)
             if infer.stream:
@@ -105,12 +105,12 @@ class KserveServicer(kserve_pb2_grpc.GRPCInferenceServiceServicer):
         await InferStream(self._model, self._entrance, self._texts, context, cap).run(request_iterator)
 
     async def ModelStatistics(self, request: pb.ModelStatisticsRequest, context: Context) -> pb.ModelStatisticsResponse:
-        """The one model's. Raises ModelNotFound."""
+        """Returns the statistics of the served model. Raises ModelNotFound."""
         self._check_model(request.name, request.version)
         return pb.ModelStatisticsResponse(model_stats=[self._texts.statistics(self._model)])
 
     async def RepositoryIndex(self, request: pb.RepositoryIndexRequest, context: Context) -> pb.RepositoryIndexResponse:
-        """The one model."""
+        """Lists the served model."""
         obstacle = self._status.obstacle()
         index = pb.RepositoryIndexResponse.ModelIndex(
             name=self._model,

@@ -33,13 +33,13 @@ Context = grpc.aio.ServicerContext[Any, Any]
 
 MAX_REQUESTS = 1024
 MAX_BYTES = 16 * 1024 * 1024
-"""Of requests that one stream has under way."""
+"""Most bytes of the requests that one stream has under way."""
 
 _log = get_logger(__name__)
 
 
 def caller_of(context: Context, request: InferRequest) -> Caller:
-    """Its request's timeout ends it sooner than the call's deadline."""
+    """Returns the caller. The request's own timeout shortens the call's deadline."""
     given = [each for each in (context.time_remaining(), request.timeout_s) if each is not None]
     trace = trace_of_call(context.invocation_metadata())
     return Caller(min(given, default=None), *trace, context.peer(), caller_identity().max_priority)
@@ -72,7 +72,7 @@ class StreamRoom:
         self._num_bytes += num_bytes
 
     def leave(self, num_bytes: int) -> None:
-        """One request is answered."""
+        """Gives back the room of an answered request."""
         self._num_requests -= 1
         self._num_bytes -= num_bytes
         self._left.set()
@@ -88,7 +88,7 @@ class StreamRoom:
 
 
 class InferStream:
-    """Serves one call; `run` it once."""
+    """One call; `run` serves the call once."""
 
     def __init__(
         self, model: str, entrance: Entrance, texts: Texts, context: Context, max_request_id_bytes: int
@@ -147,7 +147,7 @@ class InferStream:
             self._room.leave(num_bytes)
 
     async def _generate(self, request: InferRequest) -> _Failure | None:
-        """None if it ended well."""
+        """Answers one request; returns None if the request ended well."""
         try:
             async with aclosing(self._texts.updates(request, 0, caller_of(self._context, request))) as updates:
                 async for update in updates:
@@ -163,7 +163,7 @@ class InferStream:
         return None
 
     def _failure(self, request_id: str, error: Exception) -> _Failure:
-        """Call it while `error` is handled."""
+        """Builds the failure of a request while `error` is handled."""
         if not isinstance(error, TandemError):
             error = bug_logged(_log, "a request on a stream failed by a bug", error)
         # One that is too long was refused for it, but is still repeated.

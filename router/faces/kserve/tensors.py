@@ -21,13 +21,14 @@ Value = bytes | bool | int | float
 BYTES = "BYTES"
 _LENGTH = struct.Struct("<I")
 _SHOWN_CHARACTERS = 64
-"""Of a caller's name in an error: statuses travel in trailers, which are small."""
+"""Most characters of a caller's name in an error: statuses travel in trailers, which are small."""
 
 _MAX_DIMENSIONS = 8
 """No input has more than two; their product must stay cheap to take."""
 
 MAX_ELEMENTS = 4096
-"""Of all inputs together, and of one list of settings: each element becomes an object of its own, on the event loop."""
+"""Most elements of all inputs together, and of one list of settings: each element becomes an object on the event loop.
+"""
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,16 +23,16 @@ _MILLISECONDS = 1e3
 
 @dataclass(frozen=True, slots=True)
 class TextUpdate:
-    """What is new of one text's answer."""
+    """New part of one text's answer."""
 
     text: str
     num_input_tokens: int
     num_output_tokens: int
     """New ones."""
     num_cached_tokens: int
-    """Of the input, that were found in a cache."""
+    """Tokens of the input that a cache held."""
     finish_reason: FinishReason | None
-    """Set on the last one."""
+    """Reason of the end; set on the last update."""
 
 
 class Texts:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator
 from typing import Any
 
 import grpc.aio
@@ -30,12 +30,8 @@ Context = grpc.aio.ServicerContext[Any, Any]
 class RegistryServicer(registry_pb2_grpc.RegistryServiceServicer):
     """Each worker's Register stream is its lease; for each there is the event that has news for its worker."""
 
-    def __init__(self, workers: Workers, outgoing: Outgoing, process_ports: Sequence[int] = ()) -> None:
-        """`outgoing` is what workers are shown when they are called.
-
-        `process_ports`: of each process of the router, its own port; none if it is one process.
-        """
-        self._process_ports = process_ports
+    def __init__(self, workers: Workers, outgoing: Outgoing) -> None:
+        """`outgoing` is what workers are shown when they are called."""
         self._workers = workers
         self._outgoing = outgoing
         self._news: dict[Incarnation, asyncio.Event] = {}
@@ -46,14 +42,8 @@ class RegistryServicer(registry_pb2_grpc.RegistryServiceServicer):
         if event is not None:
             event.set()
 
-    async def ListProcesses(
-        self, request: registry_pb2.ListProcessesRequest, context: Context
-    ) -> registry_pb2.ListProcessesResponse:
-        """Where workers register."""
-        return registry_pb2.ListProcessesResponse(ports=self._process_ports)
-
     async def Register(self, request_iterator: AsyncIterator[registry_pb2.RegisterRequest], context: Context) -> None:
-        """One worker's stream. Raises HandshakeMismatch that names the field, InvalidRequest, Unavailable."""
+        """Serves one worker's stream. Raises HandshakeMismatch that names the field, InvalidRequest, Unavailable."""
         info = await self._introduction(request_iterator)
         await self._check_address(info)
         owner = caller_identity().name

@@ -14,20 +14,20 @@ class RequestAborted(TandemError):
 
 
 class Abortable:
-    """One request, from before its prompt is read."""
+    """A request that may be aborted, from before its prompt is read."""
 
     def __init__(self) -> None:
         self._aborted = False
         self._running: RunningRequest | None = None
 
     def begin(self, running: RunningRequest) -> None:
-        """It runs now, unless it was aborted before."""
+        """Marks the request as running, unless it was aborted before."""
         self._running = running
         if self._aborted:
             self.abort()
 
     def abort(self) -> None:
-        """Its outbox ends with RequestAborted, and what it holds is released."""
+        """Aborts the request: its outbox ends with RequestAborted, and its holdings are released."""
         self._aborted = True
         if self._running is not None:
             self._running.cancel(RequestAborted("aborted by its id"))

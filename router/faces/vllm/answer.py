@@ -1,4 +1,4 @@
-"""What came of one request, as VllmEngine's chunks and its final message."""
+"""Answer of one request, as VllmEngine's chunks and final message."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Answer:
         self._token_ids: list[TokenId] = []
         self._logprobs: list[TokenLogprobs] = []
         self._prompt_logprobs: list[TokenLogprobs] = []
-        """Those that no message has brought yet."""
+        """Log-probabilities of the prompt that no message has brought yet."""
 
     def add(self, output: ChoiceOutput, cached_tokens: int = 0) -> pb.GenerateResponse | None:
         """The chunk that says what is new; None if there are no new tokens, or no chunks are wanted.
@@ -71,7 +71,7 @@ class Answer:
         return pb.GenerateResponse(complete=complete)
 
     def _input_logprobs(self) -> pb.InputLogProbs | None:
-        """Of the prompt, the first time that it is asked; None if there are none to tell."""
+        """Returns the prompt's log-probabilities at the first call; None afterwards, or if there are none."""
         logprobs, self._prompt_logprobs = self._prompt_logprobs, []
         if not logprobs:
             return None

@@ -34,16 +34,16 @@ from tandem.foreign import smg_common_pb2, vllm_engine_pb2_grpc
 from tandem.foreign import vllm_engine_pb2 as pb
 
 SERVICE_NAME = "vllm.grpc.engine.VllmEngine"
-"""As its owners named it."""
+"""Name of the service in its protocol."""
 _SERVER_TYPE = "vllm-grpc"
-"""The protocol's kind: clients label servers by it."""
+"""Kind of the protocol: clients label servers by this name."""
 _MAX_INT32 = 2**31 - 1
 Context = grpc.aio.ServicerContext[Any, Any]
 _REFUSED = {
     "Embed": "the model generates text and has no embeddings",
     "FlushCache": "workers drop cached prefixes when they need room; requests of a new cache salt find none",
-    "StartProfile": "profiles are taken with python -m bench.step_profile",
-    "StopProfile": "profiles are taken with python -m bench.step_profile",
+    "StartProfile": "profiles of a process are taken from outside, with perf or py-spy",
+    "StopProfile": "profiles of a process are taken from outside, with perf or py-spy",
     "SubscribeKvEvents": "workers publish them themselves, with --kv-events",
 }
 
@@ -61,7 +61,7 @@ class VllmServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
         self._aborts = Aborts()
         self._last_request_s = 0.0
         self._tokenizer = b""
-        """As an archive, made when it is first asked for."""
+        """Archive of the tokenizer, made at the first request for it."""
         self._archiving = asyncio.Lock()
 
     async def Generate(self, request: pb.GenerateRequest, context: Context) -> None:
@@ -89,7 +89,7 @@ class VllmServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
         return pb.AbortResponse()
 
     async def GetModelInfo(self, request: pb.GetModelInfoRequest, context: Context) -> pb.GetModelInfoResponse:
-        """What is served; where it lies on disk is not told."""
+        """Describes the served model, except its path on disk."""
         info = self._checkpoint
         defaults = dict(info.generation_defaults)
         return pb.GetModelInfoResponse(
@@ -109,7 +109,7 @@ class VllmServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
         )
 
     async def GetServerInfo(self, request: pb.GetServerInfoRequest, context: Context) -> pb.GetServerInfoResponse:
-        """Who serves it."""
+        """Describes the server."""
         status = self._status.cluster()
         blocks = [worker.load.pool.block_size for worker in status.workers if worker.info.role.decodes]
         return pb.GetServerInfoResponse(

@@ -36,7 +36,7 @@ def archive(checkpoint: Path) -> bytes:
 
 
 def chunks(data: bytes) -> Iterator[smg_common_pb2.GetTokenizerChunk]:
-    """Of an archive, in order; the last one carries its SHA-256."""
+    """Yields the chunks of an archive in order; the last chunk carries the archive's SHA-256."""
     fingerprint = hashlib.sha256(data).hexdigest()
     for start in range(0, len(data), _CHUNK_BYTES):
         is_last = start + _CHUNK_BYTES >= len(data)

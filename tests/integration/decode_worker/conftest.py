@@ -13,20 +13,22 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from bench.tiny_models import CONTEXT_TOKENS, TINY_MODELS, VOCAB_SIZE, save_tiny_model
+from bench.support.tiny_models import CONTEXT_TOKENS, TINY_MODELS, VOCAB_SIZE, save_tiny_model
+from decode_worker.policy import WorkerPolicy
 from decode_worker.scheduler import StepLimits
-from decode_worker.worker import DecodeWorker, WorkerParts, WorkerPolicy
+from decode_worker.worker import new_decode_worker
 from engine.block_pool import BlockPool
 from engine.guides import Guides
-from engine.loading import Engine, EngineOptions, load_engine
-from engine.placement import ThreadPlacement
+from engine.loading import Engine, EngineRole, load_engine
 from engine.step import SampledToken
 from kvtransfer.base import Fingerprints, PoolMemory
 from kvtransfer.receiver import KvReceiver
 from kvtransfer.transports import SHM, TCP
 from shell.clock import MonotonicClock
+from shell.config import WorkerConfig
 from tandem.errors import TandemError
 from tandem.limits import Limits
+from tandem.option_values import SizedFolder
 from tandem.types import (
     ChoiceSpec,
     FinishReason,
@@ -40,6 +42,8 @@ from tandem.types import (
     new_incarnation,
 )
 from tandem.validation import Validator
+from worker.core import Worker
+from worker.parts import WorkerParts
 from worker.ports import RouterPort
 
 WAIT_S = 60.0
@@ -112,22 +116,19 @@ def load_tiny_engine(tiny_llama: Path, tmp_path: Path) -> Iterator[Callable[...,
         host_cache_bytes: int = 0,
         disk_cache_bytes: int = 0,
     ) -> Engine:
-        options = EngineOptions(
-            model_path=tiny_llama,
+        config = WorkerConfig(
+            model=str(tiny_llama),
             device="cpu",
             dtype="float32",
             block_size=block_size,
             kv_blocks=num_blocks,
             attention_backend="reference",
-            shared_kv=shared_kv,
-            staged_kv=staged_kv,
             prefix_cache=prefix_cache,
             host_cache_bytes=host_cache_bytes,
-            disk_cache_folder=tmp_path if disk_cache_bytes else None,
-            disk_cache_bytes=disk_cache_bytes,
-            placement=ThreadPlacement(threads=1),
+            disk_cache=SizedFolder(str(tmp_path), disk_cache_bytes) if disk_cache_bytes else None,
+            threads=1,
         )
-        engines.append(load_engine(options))
+        engines.append(load_engine(config, EngineRole(shared_kv=shared_kv, staged_kv=staged_kv)))
         engines[-1].kv_cache.fill_poison()
         return engines[-1]
 
@@ -225,7 +226,7 @@ class Router(RouterPort):
 class Bench:
     """A running worker, its engine and its router."""
 
-    worker: DecodeWorker
+    worker: Worker
     engine: Engine
     router: Router
     num_handles: int = 0
@@ -292,8 +293,9 @@ def open_bench(load_tiny_engine: Callable[..., Engine]) -> Callable[..., object]
         prints = Fingerprints(engine.fingerprint, engine.layout)
         receiver = KvReceiver(memory, prints, MonotonicClock(), (SHM, TCP), "127.0.0.1")
         validator = Validator(Limits(), VOCAB_SIZE, CONTEXT_TOKENS)
-        worker = DecodeWorker(
-            WorkerParts(engine.thread, engine.cache, receiver, validator, MonotonicClock(), guides=guides),
+        worker = new_decode_worker(
+            WorkerParts(engine.thread, engine.cache, validator, MonotonicClock(), guides=guides),
+            receiver,
             WorkerPolicy(
                 StepLimits(block_size, max_seqs, chunk_tokens),
                 engine.max_sequence_tokens,

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from bench.tiny_models import VOCAB_SIZE
+from bench.support.tiny_models import VOCAB_SIZE
 from engine.guides import Guides
 from models.grammar import GrammarCompiler
 from tandem.errors import InvalidRequest, UnsupportedOption

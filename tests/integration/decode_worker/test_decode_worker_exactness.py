@@ -102,11 +102,11 @@ async def test_conversations_that_come_back_from_the_disk_give_the_reference_tok
     async with open_bench(block_size, 128 // block_size, chunk_tokens=16, **sizes) as bench:
         cache = bench.engine.cache
         cache._costs.computed(1, 1e9)  # on so small a model, computing may be cheaper than moving
-        cache._evictor._num_rows_ahead = cache._rows.num_rows
+        cache._evictor._num_rows_ahead = cache._host.rows.num_rows
         for said in range(3):
             for number, spec in enumerate(turns):
                 cache.prefetch(spec.cache_salt, spec.prompt_token_ids)
-                while number % 2 and cache._slots._num_jobs:
+                while number % 2 and cache._disk._num_jobs:
                     await asyncio.sleep(0.001)
                     cache._evictor.note_disk()
                 ((answer,),) = await bench.complete([spec])

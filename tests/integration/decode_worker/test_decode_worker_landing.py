@@ -11,22 +11,22 @@ from typing import Any
 
 import pytest
 
-from bench.tiny_models import CONTEXT_TOKENS, VOCAB_SIZE
+from bench.support.tiny_models import CONTEXT_TOKENS, VOCAB_SIZE
 from engine.loading import Engine
 from kvtransfer.base import Fingerprints, PoolMemory
 from kvtransfer.sender import KvSender
-from prefill_worker.scheduler import BatchLimits
-from prefill_worker.worker import PrefillWorker
-from prefill_worker.worker import WorkerParts as PrefillParts
+from prefill_worker.prompt_line import LineLimits
+from prefill_worker.prompts import PromptPolicy
+from prefill_worker.worker import new_prefill_worker
 from shell.clock import MonotonicClock
-from shell.telemetry.observers import WorkerObserver
 from tandem.errors import TransferError
 from tandem.limits import Limits
 from tandem.types import GroupSpec, Handle, TokenId, new_incarnation
 from tandem.validation import Validator
 from tests.faults.kv_peer import Forked, warm_up
 from tests.integration.decode_worker.idle_writer import OPENED, idle_writer
-from worker.outgoing_transfer import OutgoingPolicy
+from worker.core import Worker
+from worker.parts import WorkerParts
 
 BLOCK_SIZE = 8
 LENGTHS = (1, 7, 8, 9, 24, 25, 100)
@@ -36,7 +36,7 @@ Reference = Callable[[GroupSpec], list[TokenId]]
 
 
 @asynccontextmanager
-async def open_prefill(engine: Engine, transport: str) -> AsyncIterator[PrefillWorker]:
+async def open_prefill(engine: Engine, transport: str) -> AsyncIterator[Worker]:
     clock = MonotonicClock()
     memory = PoolMemory(
         engine.kv_cache.host_rows, engine.kv_cache.shared_fd, new_incarnation(), engine.kv_cache.staging
@@ -44,10 +44,9 @@ async def open_prefill(engine: Engine, transport: str) -> AsyncIterator[PrefillW
     prints = Fingerprints(engine.fingerprint, engine.layout)
     sender = KvSender(memory, prints, clock, transport)
     validator = Validator(Limits(), VOCAB_SIZE, CONTEXT_TOKENS)
-    parts = PrefillParts(engine.thread, engine.cache, sender, validator, clock, WorkerObserver())
-    worker = PrefillWorker(
-        parts, BatchLimits(chunk_tokens=32, max_seqs=8), OutgoingPolicy(), engine.max_sequence_tokens
-    )
+    parts = WorkerParts(engine.thread, engine.cache, validator, clock)
+    policy = PromptPolicy(LineLimits(max_seqs=8), engine.max_sequence_tokens, chunk_tokens=32)
+    worker = new_prefill_worker(parts, sender, policy)
     running = asyncio.create_task(worker.run())
     try:
         yield worker
@@ -139,7 +138,7 @@ async def test_handed_over_groups_give_the_tokens_of_single_requests(
         assert (bench.worker.load().preemptions > 0) == (num_blocks == 48)
 
 
-async def hand_over(bench: Any, prefill: PrefillWorker, specs: list[GroupSpec]) -> list[list[list[TokenId]]]:
+async def hand_over(bench: Any, prefill: Worker, specs: list[GroupSpec]) -> list[list[list[TokenId]]]:
     """Plays the router; returns the choices of each."""
     router, reserved, granted = bench.router, set[Handle](), set[Handle]()
     handles = {bench.new_handle(spec): spec for spec in specs}

@@ -54,8 +54,8 @@ async def read(call: Any) -> Choices:
 
 def num_told(cluster: Any, index: int) -> int:
     """Tokens of one choice that the router knows in order."""
-    calls = cluster.observer.requests[0].calls
-    return sum(call[1] for call in calls if call[0] == "tokens" and call[2] == index)
+    calls = cluster.recorded.requests[0].calls
+    return sum(call[1] for call in calls if call[0] == "TokensArrived" and call[2] == index)
 
 
 def expected(cluster: Any, n: int, length: int = LENGTH) -> dict[int, list[int]]:

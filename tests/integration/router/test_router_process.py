@@ -51,7 +51,7 @@ async def test_it_says_where_it_listens_and_ends_well_on_sigterm(byte_checkpoint
 @pytest.mark.parametrize(
     ("argv", "named"),
     [
-        (("--max-retries", "-1"), "--max-retries"),
+        (("--patience-seconds", "-1"), "--patience-seconds"),
         (("--model", "/nowhere"), "/nowhere"),
         (("--listen", "nonsense"), "--listen"),
     ],

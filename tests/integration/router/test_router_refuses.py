@@ -47,7 +47,7 @@ BAD_REQUESTS: list[tuple[pb.GenerateRequest, str]] = [
 async def test_a_bad_request_names_its_field_and_harms_nobody(
     launch: Any, limits: Any, request_: pb.GenerateRequest, field: str
 ) -> None:
-    cluster = await launch(limits=limits(max_prompt_bytes=4096))
+    cluster = await launch(limits=limits(max_prompt_tokens=1024))
     _, decode = await cluster.add_pair()
     error, code, _ = await cluster.error_of(cluster.inference.Generate(request_))
     assert code is grpc.StatusCode.INVALID_ARGUMENT
@@ -85,9 +85,9 @@ async def test_text_that_is_not_utf8_is_refused_by_field_and_the_router_lives_on
 
 
 async def test_an_oversize_message_is_refused_and_the_router_lives_on(launch: Any) -> None:
-    cluster = await launch(max_receive_bytes=65536)
+    cluster = await launch()
     await cluster.add_pair()
-    call = cluster.inference.Generate(pb.GenerateRequest(text="x" * 70000))
+    call = cluster.inference.Generate(pb.GenerateRequest(text="x" * 9 * 1024 * 1024))
     _, code, _ = await cluster.error_of(call)
     assert code is grpc.StatusCode.RESOURCE_EXHAUSTED
     assert await cluster.read_tokens(cluster.generate(*PROMPT)) == cluster.completion(PROMPT, 8)

@@ -4,7 +4,7 @@ import torch
 
 from bench import ceilings
 from bench.ceilings import measure_ceilings, measure_copy_gb_s, measure_read_gb_s
-from bench.timing import time_s
+from bench.support.timing import time_s
 
 CPU = torch.device("cpu")
 

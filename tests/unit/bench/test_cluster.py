@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from bench.cluster import becomes_idle
+from bench.support.cluster import becomes_idle
 from tandem.types import WorkerLoad
 from tests.registering import IDLE
 

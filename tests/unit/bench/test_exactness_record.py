@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from bench.exactness import Record, check_checkpoint
-from bench.exactness_system import Settings
+from bench.support.systems import Settings
 
 HEAD = "llama                    shm       block 16 chunk  64  "
 

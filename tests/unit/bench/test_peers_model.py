@@ -4,7 +4,7 @@ import pytest
 
 from bench.peers import tandem_engine, transformers_engine
 from bench.peers.job import Job
-from bench.peers.model import PEER_SHAPES, write_checkpoint
+from bench.support.checkpoints import PEER_SHAPES, write_checkpoint
 
 JOB = Job(num_seqs=3, prompt_tokens=20, decode_steps=2, budget_tokens=32, seed=5)
 

@@ -6,9 +6,9 @@ from collections.abc import Iterator
 
 import pytest
 
-from bench.cluster import eventually
 from bench.peers.job import Job
 from bench.peers.process import EngineProcess, PeerError, PeerProcess, closing_all
+from bench.support.cluster import eventually
 
 ECHO = "import sys\nfor line in sys.stdin: print(line.strip().upper(), flush=True)"
 DIES = "import sys; print('why it died', file=sys.stderr); sys.exit(3)"

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from bench.random_requests import digest, make_requests
 from bench.same_tokens import LOGPROB_TOLERANCE, difference, differences, disagreements
+from bench.support.random_requests import digest, make_requests
 
 
 def answer(**changes: Any) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from models.files.checkpoint import read_checkpoint
 WELL = ["level=info event=serving\n"]
 
 
-def served_by(monkeypatch: pytest.MonkeyPatch, lines: list[str], succeeded: int) -> list[tuple[str, ...]]:
+def served_by(monkeypatch: pytest.MonkeyPatch, lines: list[str], errors: dict[str, int]) -> list[tuple[str, ...]]:
     """Fakes of servers that log `lines`; returns the options of each that is started."""
     started: list[tuple[str, ...]] = []
 
@@ -25,19 +25,17 @@ def served_by(monkeypatch: pytest.MonkeyPatch, lines: list[str], succeeded: int)
         started.append((model, *options))
         yield SimpleNamespace(target="there", log=lines)
 
-    report = SimpleNamespace(
-        num_succeeded=succeeded, as_json=lambda: '{"requests": [], "rates_per_s": 1, "errors": {}}'
-    )
+    figures = {"rates_per_s": 1, "errors": errors}
     monkeypatch.setattr(served, "serve", serve)
     monkeypatch.setattr(served, "Client", lambda _: nullcontext(SimpleNamespace(wait_ready=lambda _: None)))
-    monkeypatch.setattr(served, "run", lambda *_: report)
+    monkeypatch.setattr(served, "run_load", lambda *_: figures)
     return started
 
 
 def test_each_server_is_measured_on_the_same_model(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    started = served_by(monkeypatch, WELL, 96)
+    started = served_by(monkeypatch, WELL, {})
     assert served.main(["--device", "cpu"]) == 0
     assert started == [("demo", *roles, "--device", "cpu") for roles in served.SERVERS.values()]
     said = json.loads(capsys.readouterr().out)
@@ -45,14 +43,14 @@ def test_each_server_is_measured_on_the_same_model(
 
 
 @pytest.mark.parametrize(
-    ("lines", "succeeded"),
-    [(WELL, 95), ([f'level=warning event="{COMPILED}" kernel=k\n'], 96)],
+    ("lines", "errors"),
+    [(WELL, {"TIMEOUT": 1}), ([f'level=warning event="{COMPILED}" kernel=k\n'], {})],
     ids=["a request failed", "a kernel was compiled"],
 )
 def test_a_request_that_fails_or_waits_for_a_compiler_fails_the_bench(
-    lines: list[str], succeeded: int, monkeypatch: pytest.MonkeyPatch
+    lines: list[str], errors: dict[str, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    served_by(monkeypatch, lines, succeeded)
+    served_by(monkeypatch, lines, errors)
     with pytest.raises(RuntimeError):
         served.main([])
 

@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -92,6 +93,14 @@ async def test_a_launched_child_has_its_cores_and_priority(start: Any) -> None:
     bound = [*launch_command("timeit", ["-n1", "-r1", program], cores, 5)]
     child = start(bound)
     assert await asyncio.wait_for(child.ready(), DEADLINE_S) == f"{cores} {os.getpriority(os.PRIO_PROCESS, 0) + 5}"
+
+
+@LINUX
+def test_a_file_in_the_working_directory_is_no_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "calendar.py").write_text("raise SystemExit(7)")
+    monkeypatch.chdir(tmp_path)
+    command = launch_command("calendar", ["2026", "11"], sorted(os.sched_getaffinity(0)), 0)
+    assert subprocess.run(command, capture_output=True, timeout=60, check=False).returncode == 0
 
 
 @LINUX

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from bench.tiny_models import TINY_MODELS, TinyModel, save_tiny_model
+from bench.support.tiny_models import TINY_MODELS, TinyModel, save_tiny_model
 from cli.model_report import model_rows
 from shell.config import DecodeConfig
 from tandem.errors import CheckpointError, ConfigError

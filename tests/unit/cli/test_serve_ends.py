@@ -14,10 +14,9 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from cli import serve
-from cli.launch import FORKED
 from cli.liveness import CHECK_S, FROZEN_GRACE_S
-from cli.router import STOP_MARGIN_S
-from shell.config import RouterConfig, ServeConfig
+from cli.serve import STOP_MARGIN_S
+from shell.config import DecodeConfig, RouterConfig, ServeConfig
 from shell.rpc.process import StopSignal
 from simulator.loop import SimulatedClock, run_simulated
 from tandem.errors import DeadlineExceeded, Reason, TandemError, Unavailable
@@ -100,9 +99,8 @@ class FakeChild:
 class Machine:
     """Stands in for what `cli.serve` starts and calls. Children take the lives drawn, in order of their starts."""
 
-    def __init__(self, lives: Sequence[Life], fork_server_s: float | None) -> None:
+    def __init__(self, lives: Sequence[Life]) -> None:
         self._lives: Iterator[Life] = iter(lives)
-        self._fork_server_s = fork_server_s
         self.children: list[FakeChild] = []
         self.serves = asyncio.Event()
 
@@ -122,21 +120,6 @@ class Machine:
         if not life.can_start:
             raise OSError("no process left")
         return life
-
-    # `ForkServer`
-
-    def start(self) -> None: ...
-
-    async def ready(self) -> bool:
-        await asyncio.sleep(self._fork_server_s or 0)
-        return self._fork_server_s is not None
-
-    def fork(self, command: Sequence[str]) -> Life | None:
-        assert any(module in command for module in FORKED)
-        return None if self._fork_server_s is None else self.open_process(command)
-
-    def close(self) -> None:
-        self._fork_server_s = None
 
     def connect(self, address: str, **_: Any) -> FakeClient:
         return FakeClient(self, address)
@@ -169,10 +152,15 @@ class FakeClient:
         return True
 
 
-async def ends(signal_: Signal, lives: Sequence[Life], fork_server_s: float | None, http: str | None) -> None:
+async def ends(signal_: Signal, lives: Sequence[Life], http: str | None) -> None:
     """Raises AssertionError unless all ends within the grace after the signal."""
-    machine, stop = Machine(lives, fork_server_s), StopSignal()
-    config = ServeConfig(num_workers=2, http=http, lend_cores=False, router=RouterConfig(drain_grace_s=GRACE_S))
+    machine, stop = Machine(lives), StopSignal()
+    config = ServeConfig(
+        num_workers=2,
+        http=http,
+        router=RouterConfig(drain_grace_s=GRACE_S),
+        decode_worker=DecodeConfig(threads=1),  # lends no cores
+    )
 
     async def deliver() -> None:
         await asyncio.sleep(signal_.at_s)
@@ -186,7 +174,7 @@ async def ends(signal_: Signal, lives: Sequence[Life], fork_server_s: float | No
 
     with pytest.MonkeyPatch.context() as patch:
         for name, fake in (
-            *(("Child", machine.child), ("open_process", machine.open_process), ("ForkServer", lambda: machine)),
+            *(("Child", machine.child), ("open_process", machine.open_process)),
             *(("AsyncClient", machine.connect), ("HttpHealth", machine.connect), ("MonotonicClock", SimulatedClock)),
         ):
             patch.setattr(serve, name, fake)
@@ -223,12 +211,11 @@ LIVES = st.builds(
 @given(
     signal_=st.builds(Signal, at_times(4.0, 12.0), st.integers(0, 12), at_times(None, None, None)),
     lives=st.lists(LIVES, max_size=6),
-    fork_server_s=at_times(None),
     http=st.sampled_from([None, HTTP]),
 )
-@example(Signal(3.0, 0), [Life(), Life(ready_s=None), Life(ready_s=None)], 1.0, None)  # while the workers load
-@example(Signal(2.0, 1), [], 0.0, HTTP)  # as they become ready
+@example(Signal(3.0, 0), [Life(), Life(ready_s=None), Life(ready_s=None)], None)  # while the workers load
+@example(Signal(2.0, 1), [], HTTP)  # as they become ready
 def test_it_ends_within_the_grace_whatever_children_do_and_whenever_the_signal_comes(
-    signal_: Signal, lives: list[Life], fork_server_s: float | None, http: str | None
+    signal_: Signal, lives: list[Life], http: str | None
 ) -> None:
-    run_simulated(ends(signal_, lives, fork_server_s, http))
+    run_simulated(ends(signal_, lives, http))

@@ -9,9 +9,12 @@ from dataclasses import dataclass, field, replace
 
 import pytest
 
+from decode_worker.decodes import Decodes
 from decode_worker.incoming_transfers import TransferPolicy
+from decode_worker.policy import WorkerPolicy
+from decode_worker.running_batch import RunningBatch
 from decode_worker.scheduler import StepLimits
-from decode_worker.worker import DecodeWorker, WorkerParts, WorkerPolicy
+from decode_worker.worker import new_decode_worker
 from engine.beam import num_candidates
 from engine.block_pool import BlockPool
 from engine.engine_thread import EngineBroken
@@ -35,8 +38,10 @@ from tandem.types import (
 )
 from tandem.validation import Validator
 from tests.manual_clock import ManualClock
-from tests.recording_observers import RecordingWorker
+from tests.recorded_events import RecordedWorker
 from tests.token_engine import VOCAB_SIZE, WAIT_S, FakeEngine, candidates, expected_tokens, next_token
+from worker.core import Worker
+from worker.parts import WorkerParts
 from worker.ports import RouterPort
 
 
@@ -198,15 +203,22 @@ class FakeRouter(RouterPort):
 class Bench:
     """A running worker and everything around it."""
 
-    worker: DecodeWorker
+    worker: Worker
     engine: FakeEngine
     pool: BlockPool
     cache: PrefixCache
     receiver: FakeReceiver
     clock: ManualClock
     router: FakeRouter
-    observer: RecordingWorker
+    recorded: RecordedWorker
     running: asyncio.Task[None]
+
+    @property
+    def batch(self) -> RunningBatch:
+        """The worker's own."""
+        decodes = self.worker._decodes
+        assert isinstance(decodes, Decodes)
+        return decodes._batch
 
     def reserve(
         self,
@@ -264,7 +276,7 @@ class Bench:
         assert self.cache.num_available == self.pool.num_blocks
         self.pool.release(self.cache.allocate(self.pool.num_blocks))  # which evicts all that is known
         self.pool.check_invariants()
-        self.observer.check_all_ended()
+        self.recorded.check_all_ended()
 
 
 @pytest.fixture
@@ -343,10 +355,10 @@ def open_bench() -> Callable[..., object]:
             first_guess_tokens=first_guess_tokens,
             overlap_steps=overlap_steps,
         )
-        observer = RecordingWorker()
-        worker = DecodeWorker(WorkerParts(engine, cache, receiver, validator, clock, observer), policy)
+        recorded = RecordedWorker()
+        worker = new_decode_worker(WorkerParts(engine, cache, validator, clock, recorded.events), receiver, policy)
         running = asyncio.create_task(worker.run())
-        bench = Bench(worker, engine, pool, cache, receiver, clock, FakeRouter(), observer, running)
+        bench = Bench(worker, engine, pool, cache, receiver, clock, FakeRouter(), recorded, running)
         try:
             yield bench
             await bench.settled()

@@ -8,15 +8,15 @@ from typing import Any
 import pytest
 
 from decode_worker.running_batch import RunningBatch
-from engine.block_pool import BlockPool
 from engine.group import Group
+from engine.prefix_cache import PrefixCache
 from tandem.types import GroupSpec, TokenId
 
 MakeSpec = Callable[..., GroupSpec]
 Completion = Callable[..., list[TokenId]]
 
 
-@pytest.mark.parametrize(("owner", "call"), [(BlockPool, "set_filled"), (RunningBatch, "join"), (Group, "land")])
+@pytest.mark.parametrize(("owner", "call"), [(PrefixCache, "insert"), (RunningBatch, "join"), (Group, "land")])
 async def test_a_bug_while_a_hand_off_lands_fails_that_request_and_frees_its_blocks(
     open_bench: Any,
     make_spec: MakeSpec,

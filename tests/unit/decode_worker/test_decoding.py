@@ -5,27 +5,26 @@ from __future__ import annotations
 import random
 from collections import deque
 
-import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from decode_worker.chunk_budget import ChunkBudget
 from decode_worker.growth import Growth
-from decode_worker.running_batch import BatchedStep, RunningBatch
+from decode_worker.running_batch import RunningBatch
 from decode_worker.scheduler import Beside, StepLimits, StepPlan, plan_step
 from engine.batch import build_batch
 from engine.block_pool import BlockPool
 from engine.prefix_cache import PrefixCache
 from engine.step import ScheduledSeq
 from shell.clock import Deadline
-from shell.telemetry.observers import SequenceObserver
-from tandem.errors import InternalError
-from tandem.lifecycle import BlockState
-from tandem.types import BlockId, ChoiceSpec, GroupSpec, Handle, RequestId, SamplingParams, TokenId
+from shell.telemetry.events import Events
+from tandem.types import ChoiceSpec, GroupSpec, Handle, RequestId, SamplingParams, TokenId
 from tests.manual_clock import ManualClock
 from tests.unit.decode_worker.conftest import FakeRouter
+from worker.budget import ChunkBudget
+from worker.releases import BlockReleases
 from worker.request import Request
+from worker.source import BatchedStep
 
 END = TokenId(9)
 BLOCK_SIZE = 4
@@ -48,7 +47,8 @@ class World:
     def __init__(self, batch: type[RunningBatch], num_blocks: int, max_seqs: int) -> None:
         limits = StepLimits(BLOCK_SIZE, max_seqs, 8)
         self.cache = PrefixCache(BlockPool(num_blocks, BLOCK_SIZE), enabled=False)
-        self.batch = batch(self.cache, limits, Growth(self.cache.pool, 4), budget(limits))
+        pool = self.cache.pool
+        self.batch = batch(self.cache, limits, Growth(pool, 4), budget(limits), BlockReleases(pool))
         self.in_flight: deque[tuple[BatchedStep, tuple[ScheduledSeq, ...]]] = deque()
         self.draws: list[tuple[int, int]] = []
         """Of the newest step: whose each is."""
@@ -59,7 +59,7 @@ class World:
         prompt = tuple(TokenId(1 + number % 2) for _ in range(num_prompt_tokens))
         spec = GroupSpec(RequestId(f"r{number}"), prompt, sampling, choices)
         deadline = Deadline.after(ManualClock(), None)
-        self.batch.join(Request(FakeRouter(), Handle(number), spec, number, 0.0, deadline, SequenceObserver()))
+        self.batch.join(Request(FakeRouter(), Handle(number), spec, number, 0.0, deadline, Events()))
 
     def release(self, number: int) -> None:
         for request in [each for each in self.batch.requests if each.handle == number]:
@@ -178,12 +178,3 @@ def test_one_that_decodes_alone_is_a_row_from_its_second_decode_on() -> None:
         world.launch()
         world.end(0)
     assert world.num_column_steps == 4
-
-
-def test_blocks_that_are_not_live_are_not_filled() -> None:
-    pool = BlockPool(4, BLOCK_SIZE)
-    reserved = pool.allocate(2, BlockState.RESERVED)
-    with pytest.raises(InternalError, match="fill_last"):
-        pool.fill_last(torch.tensor(reserved).numpy(), torch.tensor([1, 1]).numpy())
-    assert pool.num_cached_last(()) == 0
-    assert BlockId(0) not in pool.cached_and_held(reserved)[0]

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-import math
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 
-from decode_worker.running_batch import BlockReleases
-from decode_worker.step_loop import MIN_LEAD_S, StepTiming
 from engine.block_pool import BlockPool
 from engine.engine_thread import EngineBroken
 from tandem.errors import InternalError
 from tandem.types import BlockId, GroupSpec, Handle, TokenId
+from worker.releases import BlockReleases
 
 MakeSpec = Callable[..., GroupSpec]
 Completion = Callable[..., list[TokenId]]
@@ -123,7 +121,7 @@ async def test_an_end_token_costs_one_discarded_token(
         assert bench.router.tokens[ending] == completion(short)[1:]
         assert bench.router.tokens[going] == completion(long)[1:]
         assert [len(step.seqs) for step in bench.engine.steps[:6]] == [2, 2, 2, 2, 1, 1]
-    assert bench.observer.sequences[0].args("ended") == (None, 3)
+    assert bench.recorded.sequences[0].args("SequenceEnded") == (None, 3)
 
 
 async def test_a_sequence_at_its_last_token_is_not_computed_further(open_bench: Any, make_spec: MakeSpec) -> None:
@@ -278,41 +276,3 @@ def test_a_shared_block_given_up_twice_is_free_with_its_last_holder() -> None:
     assert pool.num_free == 6
     releases.step_ended()
     assert pool.num_free == 8
-
-
-def test_a_step_is_launched_a_lead_before_the_usual_duration_of_its_size() -> None:
-    timing = StepTiming(math.inf)
-    assert timing.launch_after_s(64) is None
-    timing.step_took(64, 0.020)
-    timing.step_took(3, 0.001)
-    assert timing.launch_after_s(64) == pytest.approx(0.020 - MIN_LEAD_S)
-    assert timing.launch_after_s(127) == timing.launch_after_s(64)
-    assert timing.launch_after_s(128) is None
-    assert timing.launch_after_s(2) == 0.0, "shorter than the lead: at once"
-
-
-def test_slow_planning_lengthens_the_lead() -> None:
-    timing = StepTiming(math.inf)
-    timing.step_took(1, 0.100)
-    for _ in range(50):
-        timing.planning_took(0.005)
-    assert timing.launch_after_s(1) == pytest.approx(0.090, abs=1e-4)
-
-
-def test_durations_are_averaged_and_the_shorter_ones_count_more() -> None:
-    timing = StepTiming(math.inf)
-    timing.step_took(1, 0.100)
-    timing.step_took(1, 0.200)
-    assert timing.launch_after_s(1) == pytest.approx(0.110 - MIN_LEAD_S)
-    timing.step_took(1, 0.050)
-    assert timing.launch_after_s(1) == pytest.approx(0.080 - MIN_LEAD_S)
-
-
-def test_no_step_is_launched_behind_one_that_planning_takes_too_much_of() -> None:
-    timing = StepTiming(max_planning_share=0.1)
-    timing.step_took(8, 0.020)
-    timing.planning_took(0.001)
-    assert timing.launch_after_s(8) is not None
-    for _ in range(50):
-        timing.planning_took(0.003)
-    assert timing.launch_after_s(8) is None

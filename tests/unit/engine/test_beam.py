@@ -14,7 +14,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bench.tiny_models import TINY_MODELS, VOCAB_SIZE, build_tiny_model
+from bench.support.tiny_models import TINY_MODELS, VOCAB_SIZE, build_tiny_model
 from engine.beam import BeamSearch, num_candidates
 from tandem.errors import InternalError
 from tandem.types import Candidates, EarlyStopping, FinishReason, SamplingParams, TokenId

@@ -123,16 +123,16 @@ def test_each_allocation_is_a_new_generation() -> None:
 def test_a_block_of_known_content_is_cached_without_a_holder_and_found_again_as_it_was() -> None:
     pool = BlockPool(4, 16)
     blocks = pool.allocate(2)
-    pool.set_filled(blocks, 20)
     pool.keep(blocks)
     pool.release(blocks)
     counts = pool.counts()
-    assert (counts.cached, counts.free, counts.live, counts.unused_slots) == (2, 2, 0, 0)
+    assert (counts.cached, counts.free, counts.live) == (2, 2, 0)
     pool.assert_idle()
     with pytest.raises(PoolExhausted):
         pool.allocate(3)
+    assert (pool.num_cached_last(blocks), pool.num_cached_last(())) == (2, 0)
     pool.retain(blocks)
-    assert (pool.counts().live, pool.counts().unused_slots, pool.ref_count(blocks[0])) == (2, 12, 1)
+    assert (pool.counts().live, pool.ref_count(blocks[0])) == (2, 1)
     assert pool.generation(blocks[0]) == 1
     pool.release(blocks)
     pool.evict(blocks)
@@ -194,32 +194,6 @@ def test_unknown_or_repeated_blocks_are_refused(blocks: tuple[int, ...]) -> None
     with pytest.raises(InternalError):
         pool.release(ids(*blocks))
     assert pool.counts().live == 4
-
-
-def test_waste_is_the_unused_slots_of_live_blocks() -> None:
-    pool = BlockPool(8, 16)
-    first, second = pool.allocate(3), pool.allocate(1)
-    reserved = pool.allocate(2, RESERVED)
-    assert pool.counts().unused_slots == 64
-    pool.set_filled(first, 40)
-    pool.set_filled(second, 1)
-    assert pool.counts().unused_slots == 8 + 15
-    pool.set_filled(first, 41, from_token=40)
-    assert pool.counts().unused_slots == 7 + 15
-    pool.release(first)
-    assert pool.counts().unused_slots == 15
-    pool.release(second)
-    pool.release(reserved)
-    pool.assert_idle()
-
-
-def test_filling_more_than_the_blocks_hold_or_a_block_not_live_is_refused() -> None:
-    pool = BlockPool(8, 16)
-    blocks = pool.allocate(1)
-    with pytest.raises(InternalError):
-        pool.set_filled(blocks, 17)
-    with pytest.raises(InternalError):
-        pool.set_filled(pool.allocate(1, RESERVED), 4)
 
 
 def test_an_idle_check_fails_while_a_block_is_held() -> None:

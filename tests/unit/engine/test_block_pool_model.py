@@ -25,7 +25,6 @@ class Group:
     holders: int = 1
     writer_gone: bool = False
     known: bool = False
-    num_tokens: int = 0
     generations: dict[BlockId, int] = field(default_factory=dict)
 
 
@@ -117,13 +116,6 @@ class PoolMachine(RuleBasedStateMachine):
         else:
             group.writer_gone = True
 
-    @rule(data=st.data())
-    def fill(self, data: st.DataObject) -> None:
-        if group := self._pick(data, BlockState.LIVE):
-            more = data.draw(st.integers(group.num_tokens, len(group.blocks) * BLOCK_SIZE))
-            self.pool.set_filled(group.blocks, more, from_token=group.num_tokens)
-            group.num_tokens = more
-
     @precondition(lambda self: all(group.state is BlockState.CACHED for group in self.groups))
     @rule()
     def idle(self) -> None:
@@ -138,8 +130,6 @@ class PoolMachine(RuleBasedStateMachine):
         assert (counts.live, counts.quarantined) == (sizes[BlockState.LIVE], sizes[BlockState.QUARANTINED])
         assert counts.cached == self.pool.num_cached == sizes[BlockState.CACHED]
         assert counts.free == self.pool.num_free == NUM_BLOCKS - sum(sizes.values())
-        live = self._groups(BlockState.LIVE)
-        assert counts.unused_slots == sum(len(g.blocks) * BLOCK_SIZE - g.num_tokens for g in live)
 
     @invariant()
     def no_block_is_in_two_places_and_none_changes_under_its_holder(self) -> None:

@@ -72,7 +72,7 @@ def step(cache):
 
 def until_idle(cache):
     deadline = time.monotonic() + 20
-    while cache._slots._num_jobs:
+    while cache._disk._num_jobs:
         assert time.monotonic() < deadline
         time.sleep(0.001)
         cache._evictor.note_disk()
@@ -138,7 +138,7 @@ def test_an_error_is_told_and_the_thread_goes_on(disk):
 def test_blocks_go_on_to_the_disk_and_come_back_ahead_of_their_use(cache, host):
     content = [bytes(host.row(row)) for row in range(3)]
     to_disk(cache)
-    assert host.num_free == 3
+    assert cache._host.rows.num_free == 3
     for row in range(3):
         host.row(row)[:] = bytes(BLOCK_BYTES)
     cache.prefetch("", TOKENS)
@@ -198,7 +198,7 @@ def test_a_disk_that_fails_is_not_used_any_more(cache, disk, host):
     until_idle(cache)
     assert cache.match("", TOKENS) == 0
     assert cache.counters.disk_failed_blocks == 3
-    assert host.num_free == 3
+    assert cache._host.rows.num_free == 3
     blocks = cache.allocate(3)
     cache.insert("", TOKENS, blocks)
     cache.pool.release(blocks)

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from bench.tiny_models import TINY_MODELS, VOCAB_SIZE, save_tiny_model
+from bench.support.tiny_models import TINY_MODELS, VOCAB_SIZE, save_tiny_model
 from engine.batch import Batch, Forward, build_batch
 from engine.graphs import CudaCapturer, DecodeGraphs, batch_sizes, context_bounds
 from engine.kv_cache import KvCache

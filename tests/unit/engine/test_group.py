@@ -111,8 +111,10 @@ def test_choices_share_all_but_the_block_that_they_write(worker, pool) -> None:
     group = Group(spec_of((), (), ()))
     worker.step(group)
     assert pool.counts().live == 2
+    assert group.num_unused_slots(BLOCK_SIZE) == BLOCK_SIZE - len(PROMPT) % BLOCK_SIZE
     worker.step(group)  # position 6 lies in the second block; the last holder writes it where it is
     assert pool.counts().live == 4
+    assert group.num_unused_slots(BLOCK_SIZE) == 3 * (BLOCK_SIZE - len(PROMPT) % BLOCK_SIZE - 1)
     tables = [list(each.block_table) for each in group.sequences]
     assert len({table[0] for table in tables}) == 1
     assert len({table[1] for table in tables}) == 3

@@ -1,4 +1,4 @@
-"""Blocks that move to the host tier and back into other blocks, and the rows they move to."""
+"""Blocks that move to the host tier and back into other blocks."""
 
 from __future__ import annotations
 
@@ -9,16 +9,17 @@ import pytest
 from engine.block_pool import BlockPool
 from engine.host_tier import HostTier
 from engine.runner import Runner
-from engine.step import BlockCopy, Direction, ScheduledSeq, Step, TierMove
-from tandem.errors import InternalError, Overloaded
+from engine.step import BlockCopy, Direction, HostRow, ScheduledSeq, Step, TierMove
+from tandem.errors import InternalError
 from tandem.types import BlockId, TokenId
 
 BLOCK_SIZE = 4
+ROWS = tuple(map(HostRow, range(8)))
 
 
 @pytest.fixture
 def tier(kv_cache):
-    tier = HostTier(8, kv_cache.layout.block_bytes)
+    tier = HostTier(len(ROWS), kv_cache.layout.block_bytes)
     yield tier
     tier.close()
     tier.close()
@@ -39,7 +40,7 @@ def test_a_seq_swapped_out_and_into_other_blocks_goes_on_with_the_same_tokens(ma
     decode(stays, 12)
     decode(swapped, 5)
     num_computed, blocks = swapped.num_computed_tokens, swapped.take_blocks()
-    rows = tier.allocate(len(blocks))
+    rows = ROWS[: len(blocks)]
     out = tuple(TierMove(block, row, Direction.OUT) for block, row in zip(blocks, rows, strict=True))
     decode(other, 1, moves=out)
     kv_cache.tensor[list(blocks)] = float("nan")
@@ -50,13 +51,11 @@ def test_a_seq_swapped_out_and_into_other_blocks_goes_on_with_the_same_tokens(ma
     swapped.advance(num_computed)
     back = tuple(TierMove(block, row, Direction.IN) for block, row in zip(elsewhere, rows, strict=True))
     decode(swapped, 7, moves=back)
-    tier.free(rows)
     assert swapped.output_token_ids == stays.output_token_ids
-    assert tier.num_free == 8
 
 
 def test_a_block_may_leave_and_another_take_its_place_in_one_step(decoder, kv_cache, tier):
-    runner, rows = Runner(decoder, kv_cache, tier=tier), tier.allocate(2)
+    runner, rows = Runner(decoder, kv_cache, tier=tier), ROWS[:2]
     kv_cache.blocks_view[:2] = 0
     kv_cache.blocks_view[1] = 7
     seqs = (ScheduledSeq((TokenId(1),), 0, (BlockId(5),)),)
@@ -68,24 +67,10 @@ def test_a_block_may_leave_and_another_take_its_place_in_one_step(decoder, kv_ca
 
 
 def test_moves_into_one_block_twice_or_into_what_is_copied_are_refused(decoder, kv_cache, tier):
-    runner, rows = Runner(decoder, kv_cache, tier=tier), tier.allocate(2)
+    runner, rows = Runner(decoder, kv_cache, tier=tier), ROWS[:2]
     seqs = (ScheduledSeq((TokenId(1),), 0, (BlockId(5),)),)
     moves = tuple(TierMove(BlockId(0), row, Direction.IN) for row in rows)
     with pytest.raises(InternalError, match="two rows into one block"):
         runner.prepare(Step(seqs, moves=moves))
     with pytest.raises(InternalError, match="copies a block that it moves into"):
         runner.prepare(Step(seqs, moves=moves[:1], copies=(BlockCopy(BlockId(0), BlockId(1)),)))
-
-
-def test_rows_have_one_holder(tier):
-    rows = tier.allocate(5)
-    with pytest.raises(Overloaded, match=r"4 rows .* 3 free"):
-        tier.allocate(4)
-    for wrong in ((rows[0], rows[0]), (rows[0], 7)):
-        with pytest.raises(InternalError):
-            tier.free(wrong)
-    tier.free(rows[:2])
-    with pytest.raises(InternalError):
-        tier.free(rows[:1])
-    assert tier.num_free == 5
-    assert set(tier.allocate(5)).isdisjoint(rows[2:])

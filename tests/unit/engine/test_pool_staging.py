@@ -15,7 +15,7 @@ import torch
 from engine.kv_cache import KvCache
 from engine.memory import MIN_RING_ROWS
 from engine.pool_staging import PoolStaging
-from kvtransfer.host_rows import HostRows
+from kvtransfer.rows import Rows
 from tandem.errors import TransferError
 from tandem.kv_layout import DType, KvLayout
 from tandem.types import BlockId
@@ -36,7 +36,7 @@ class Ring:
     """What a transfer makes of the cache's rows."""
 
     def __init__(self, cache: KvCache) -> None:
-        self.rows = cache.host_rows.numpy()
+        self.array = cache.host_rows.numpy()
 
 
 def blocks(*block_ids: int) -> list[BlockId]:
@@ -111,7 +111,7 @@ async def test_a_cancelled_copy_ends_before_its_caller_goes_on(cache: KvCache) -
 async def test_a_copy_that_the_device_refuses_is_a_failed_transfer_and_holds_no_rows() -> None:
     staging = PoolStaging(torch.zeros(4, 8, dtype=torch.uint8))
     memory = mmap.mmap(-1, 4 * 6)
-    rows = HostRows(np.frombuffer(memory, np.uint8).reshape(4, 6))
+    rows = Rows(np.frombuffer(memory, np.uint8).reshape(4, 6))
     with pytest.raises(TransferError, match="1 blocks") as failure:
         await staging.copy_out(blocks(0), rows, [0])
     rows.close()

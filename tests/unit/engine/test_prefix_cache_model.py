@@ -252,7 +252,7 @@ class CacheMachine(RuleBasedStateMachine):
 
     @invariant()
     def what_it_counts_on_has_the_right_name(self) -> None:
-        tree, rows, slots = self.cache._tree, self.cache._rows, self.cache._slots
+        tree, host, disk = self.cache._tree, self.cache._host, self.cache._disk
         for node in tree.nodes():
             above, edges = node, []
             while above.parent is not None:
@@ -261,11 +261,11 @@ class CacheMachine(RuleBasedStateMachine):
             tokens = tuple(decode(b"".join(edges)))
             wanted = names(tree._salts[above], tokens)[-len(node.places) :]
             for place, name in zip(node.places, wanted, strict=True):
-                if node.tier is Tier.DEVICE and not rows.is_loading(place):
+                if node.tier is Tier.DEVICE and not host.is_loading(place):
                     assert self.content[place] == name
-                elif node.tier is Tier.HOST and rows.is_ready(place):
+                elif node.tier is Tier.HOST and host.rows.is_ready(place):
                     assert self.rows[place] == name
-                elif node.tier is Tier.DISK and slots.is_ready(place):
+                elif node.tier is Tier.DISK and disk.slots.is_ready(place):
                     assert self.disk.slots[place] == name
 
     def teardown(self) -> None:
@@ -286,8 +286,8 @@ class CacheMachine(RuleBasedStateMachine):
         while self.disk.jobs:
             self.disk.work("well")
         self.cache.take_moves()
-        assert self.cache._rows.num_free == NUM_ROWS
-        assert not self.has_disk or self.cache._slots.num_free == NUM_SLOTS
+        assert self.cache._host.rows.num_free == NUM_ROWS
+        assert not self.has_disk or self.cache._disk.slots.num_free == NUM_SLOTS
 
 
 class DiskMachine(CacheMachine):

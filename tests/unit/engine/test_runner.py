@@ -11,11 +11,10 @@ from engine.block_pool import BlockPool
 from engine.chunking import plan_chunks
 from engine.engine_thread import MAX_FAILURES, EngineThread
 from engine.kv_cache import KvCache
-from engine.placement import ThreadPlacement, open_engine_executor
+from engine.placement import open_engine_executor
 from engine.runner import Runner, independent_runs
 from engine.sequence import Sequence
 from engine.step import (
-    AdapterId,
     BlockCopy,
     BrokenLogits,
     Direction,
@@ -48,8 +47,7 @@ def run(seqs: list[Sequence], runner: Runner, pool: BlockPool, budget: int) -> N
         for seq, chunk in scheduled:
             seq.add_blocks(pool.allocate(seq.blocks_wanted(chunk, BLOCK_SIZE)))
         result = runner.run(Step(tuple(seq.schedule(chunk) for seq, chunk in scheduled)))
-        for (seq, chunk), draws in zip(scheduled, result.outputs, strict=True):
-            pool.set_filled(seq.block_table, seq.num_computed_tokens, from_token=seq.num_computed_tokens - chunk)
+        for (seq, _), draws in zip(scheduled, result.outputs, strict=True):
             for (token,) in draws:
                 if seq.append_token(token.token_id):
                     pool.release(seq.take_blocks())
@@ -120,7 +118,6 @@ def test_choices_draw_from_the_row_of_the_prompts_last_token(make_seq, decoder, 
     ("step", "why"),
     [
         (Step(()), "without seqs"),
-        (Step((ScheduledSeq((TokenId(1),), 0, (BlockId(0),), adapter_id=AdapterId(1)),)), "no.* is loaded"),
         (Step(SEQS, copies=(BlockCopy(BlockId(0), BlockId(64)),)), "beyond the 64"),
         (Step(SEQS, moves=(TierMove(BlockId(0), HostRow(0), Direction.OUT),)), "no host tier"),
     ],
@@ -141,7 +138,7 @@ async def test_logits_that_break_end_neither_their_batch_nor_the_engine(make_seq
     good, bad = make_seq((1, 2)), make_seq((1, 2), logit_bias={TokenId(5): math.inf})
     good.add_blocks((BlockId(0),))
     bad.add_blocks((BlockId(1),))
-    engine = EngineThread(Runner(decoder, kv_cache), open_engine_executor(ThreadPlacement()))
+    engine = EngineThread(Runner(decoder, kv_cache), open_engine_executor())
     try:
         for _ in range(MAX_FAILURES + 1):
             result = await engine.launch(Step((good.schedule(2), bad.schedule(2))))

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 import pytest
 import torch
 
-from bench.kernels.launch_gaps import two_in_flight
+from bench.support.step_timer import two_in_flight
 from engine.block_pool import BlockPool
 from engine.device import Mark
 from engine.kv_cache import KvCache

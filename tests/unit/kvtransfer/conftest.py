@@ -15,8 +15,8 @@ from kvtransfer.connection import Connection, expect
 from kvtransfer.endpoint import Endpoint
 from kvtransfer.frame import Frame, FrameType
 from kvtransfer.handshake import Hello, agreed_verify
-from kvtransfer.local_pool import open_pool
 from kvtransfer.messages import Write
+from kvtransfer.pool import Pool
 from kvtransfer.receiver import KvReceiver
 from kvtransfer.sender import KvSender
 from kvtransfer.timing import Timing
@@ -194,11 +194,11 @@ class RawSender:
         Returns what it was announced with.
         """
         self._pool.blocks[0] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
-        room = await self._lane.reserve(1)
-        (checksum,) = await self._lane.place((BlockId(0),), (BlockRef(BlockId(block_id), 0),), room)
+        loan = await self._lane.reserve(1)
+        (checksum,) = await self._lane.place((BlockId(0),), (BlockRef(BlockId(block_id), 0),), loan)
         checksum ^= spoil
         write = Frame(FrameType.WRITE, number, payload=Write(0, (checksum,)).encode())
-        sent = self._lane.announce(self.connection, write, (BlockId(0),), room)
+        sent = self._lane.announce(self.connection, write, (BlockId(0),), loan)
         if sent is not None:
             await sent
         return checksum
@@ -221,7 +221,7 @@ class RawSender:
 @asynccontextmanager
 async def _raw(offer: Offer, transport: str, hello: Hello | None = None) -> AsyncIterator[RawSender]:
     pool = pool_for(transport)
-    local = open_pool(pool.memory, PRINTS)
+    local = Pool(pool.memory, PRINTS)
     (way,) = named((transport,))
     sock, lane = await way.dial(local, Endpoint.decode(offer.endpoint).reach[transport], None)
     connection = Connection(sock, QUICK)

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from bench.cluster import eventually
+from bench.support.cluster import eventually
 from kernels.cuda_driver import CudaDriver
 from kvtransfer.base import BlockRef
 from kvtransfer.endpoint import Endpoint

@@ -14,9 +14,9 @@ import pytest
 import torch
 
 from kvtransfer.base import BlockRef, Handoff
-from kvtransfer.host_ring import HostRing
-from kvtransfer.host_rows import HostRows
+from kvtransfer.pool import Pool
 from kvtransfer.receiver import KvReceiver
+from kvtransfer.rows import Rows
 from kvtransfer.sender import KvSender
 from kvtransfer.timing import Timing
 from kvtransfer.transports import shm
@@ -39,29 +39,26 @@ class Staging:
         self.gate = asyncio.Event()
         self.gate.set()
 
-    async def copy_out(self, block_ids: Sequence[BlockId], into: HostRows, rows: Sequence[int]) -> None:
+    async def copy_out(self, block_ids: Sequence[BlockId], into: Rows, rows: Sequence[int]) -> None:
         await self.gate.wait()
-        into.rows[list(rows)] = self.pool.numpy()[list(block_ids)]
+        into.array[list(rows)] = self.pool.numpy()[list(block_ids)]
 
-    async def copy_in(self, source: HostRows, rows: Sequence[int], block_ids: Sequence[BlockId]) -> None:
+    async def copy_in(self, source: Rows, rows: Sequence[int], block_ids: Sequence[BlockId]) -> None:
         await self.gate.wait()
-        self.pool.numpy()[list(block_ids)] = source.rows[list(rows)]
+        self.pool.numpy()[list(block_ids)] = source.array[list(rows)]
 
 
 @dataclass
 class Node:
-    """A worker that sends and receives: two ends over one ring."""
+    """A worker that sends and receives: two ends over one pool."""
 
     staging: Staging
     receiver: KvReceiver
     sender: KvSender
 
     @property
-    def rings(self) -> tuple[HostRing, HostRing]:
-        receiving, sending = self.receiver._pool.ring, self.sender._pool.ring
-        assert receiving is not None
-        assert sending is not None
-        return receiving, sending
+    def pools(self) -> tuple[Pool, Pool]:
+        return self.receiver._pool, self.sender._pool
 
     async def open(self, to: Node, listener: Any, targets: Sequence[int]) -> Handoff:
         refs = tuple(BlockRef(BlockId(i), 1) for i in targets)
@@ -88,7 +85,7 @@ def nodes(make_pool: Callable[..., Any], prints: Any, patient: Timing) -> Callab
             receiver = KvReceiver(memory, prints, ManualClock(), ("shm", "tcp"), "127.0.0.1", timing=timing)
             made.append(Node(staging, receiver, KvSender(memory, prints, ManualClock(), way, timing=timing)))
             await receiver.start()
-        rings = [ring for node in made for ring in node.rings]
+        pools = [pool for node in made for pool in node.pools]
         try:
             yield made
         finally:
@@ -98,9 +95,9 @@ def nodes(make_pool: Callable[..., Any], prints: Any, patient: Timing) -> Callab
                 await node.sender.stop()
             for node in made:
                 await node.receiver.stop()
-        for ring in rings:
-            assert len(ring._slices) == 8
-            assert ring.arriving.num_free == ring.leaving.num_free == 4
+        for pool in pools:
+            assert len(pool._slices) == 8
+            assert pool.arriving.num_free == pool.leaving.num_free == 4
 
     return opened
 
@@ -158,14 +155,14 @@ async def test_whoever_waits_for_room_that_does_not_come_gives_up(
 ) -> None:
     async with nodes(way, timing=Timing(lease_s=5.0, reply_s=1.0, stop_s=1.0)) as (one, other):
         handoff = await one.open(other, make_recorder(), range(20))
-        (_, leaving), (arriving, _) = one.rings, other.rings
+        (_, leaving), (arriving, _) = one.pools, other.pools
         held = [await part.taken(1) for part in (leaving.leaving, arriving.arriving) for _ in range(4)]
         if way == "shm":
             other.staging.gate.clear()
         with pytest.raises(PeerLost, match="no answer"):
             await handoff.push(0, tuple(BlockId(i) for i in range(20)))
-        for room in held:
-            room.release()
+        for loan in held:
+            loan.release()
         other.staging.gate.set()
         await handoff.abort()
 
@@ -173,9 +170,9 @@ async def test_whoever_waits_for_room_that_does_not_come_gives_up(
 async def test_rows_that_come_back_to_others_count_as_progress(nodes: Callable[..., Any], make_recorder: Any) -> None:
     async with nodes("tcp") as (one, other):
         handoff: Any = await one.open(other, make_recorder(), range(2))
-        before = handoff._room_progress()
-        (await one.rings[1].leaving.taken(1)).release()
-        assert handoff._room_progress() == before + 1
+        before = handoff._row_progress()
+        (await one.pools[1].leaving.taken(1)).release()
+        assert handoff._row_progress() == before + 1
         await handoff.abort()
 
 
@@ -185,9 +182,9 @@ async def test_a_write_into_rows_of_another_sender_fails_its_hand_off(
     async with nodes("shm") as (one, other):
         announce = shm._SendingLane.announce
 
-        def lie(self: Any, sink: Any, write: Any, sources: Any, room: Any) -> Any:
-            room.rows = tuple(row - 1 for row in room.rows)
-            return announce(self, sink, write, sources, room)
+        def lie(self: Any, sink: Any, write: Any, sources: Any, loan: Any) -> Any:
+            loan.rows = tuple(row - 1 for row in loan.rows)
+            return announce(self, sink, write, sources, loan)
 
         listener = make_recorder()
         handoff = await one.open(other, listener, [0])
@@ -209,31 +206,31 @@ async def test_a_slice_stays_out_of_use_until_its_peer_is_proven_to_have_stopped
     async with nodes("shm") as (one, other):
         listener = make_recorder()
         handoff: Any = await one.open(other, listener, range(4))
-        ring = other.rings[0]
-        assert len(ring._slices) == 7
+        pool = other.pools[0]
+        assert len(pool._slices) == 7
         (session,) = other.receiver._sessions.values()
         session._connection._break(PeerLost("cut"))
         await listener.until("failed")
         await asyncio.sleep(0)
-        assert len(ring._slices) == 7
+        assert len(pool._slices) == 7
         assert listener.calls == ["receiving", "failed"]
         dead.set()
         await listener.until("writer_stopped")
         async with asyncio.timeout(PATIENCE_S):
             while other.receiver._sessions:
                 await asyncio.wait(tuple(other.receiver._sessions))
-        assert len(ring._slices) == 8
+        assert len(pool._slices) == 8
         await handoff.abort()
 
 
 async def test_without_a_slice_a_sender_takes_the_next_transport(nodes: Callable[..., Any], make_recorder: Any) -> None:
     async with nodes("auto") as (one, other):
-        ring = other.rings[0]
-        lent = [rows for _ in range(8) if (rows := ring.lend_slice()) is not None]
+        pool = other.pools[0]
+        lent = [rows for _ in range(8) if (rows := pool.lend_slice()) is not None]
         assert await one.send(other, make_recorder(), [1], [2]) == "tcp"
         assert torch.equal(other.staging.pool[2], one.staging.pool[1])
         for rows in lent:
-            ring.return_slice(rows)
+            pool.return_slice(rows)
 
 
 async def test_one_sender_more_than_there_are_slices_takes_that_of_the_one_that_was_idle_longest(

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from bench.ports import free_ports
+from bench.support.ports import free_ports
 from kvtransfer.base import BlockRef
 from kvtransfer.endpoint import Endpoint
 from kvtransfer.nccl_communicator import Limits

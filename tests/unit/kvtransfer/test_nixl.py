@@ -21,8 +21,8 @@ from kvtransfer import nixl_agent, to_its_end
 from kvtransfer.base import BlockRef, DeviceMemory, PoolMemory
 from kvtransfer.connection import Connection
 from kvtransfer.frame import Frame, FrameType
-from kvtransfer.local_pool import LocalPool, open_pool
 from kvtransfer.nixl_agent import PACKAGES, Agent, load
+from kvtransfer.pool import Pool
 from kvtransfer.receiver import KvReceiver
 from kvtransfer.sender import KvSender
 from kvtransfer.timing import Timing
@@ -66,9 +66,9 @@ async def hand_over(pair: Any, listener: Any) -> None:
 
 
 @pytest.fixture
-def pools(make_pool: Callable[..., Any], prints: Any) -> tuple[LocalPool, LocalPool]:
+def pools(make_pool: Callable[..., Any], prints: Any) -> tuple[Pool, Pool]:
     """A source and a target."""
-    source, target = (open_pool(make_pool().memory, prints) for _ in range(2))
+    source, target = (Pool(make_pool().memory, prints) for _ in range(2))
     return source, target
 
 
@@ -88,7 +88,7 @@ async def test_links_that_have_ended_leave_no_descriptor_and_no_thread(paired: A
 
 @needs_nixl
 async def test_an_agent_whose_write_stood_still_leaves_no_descriptor(
-    pools: tuple[LocalPool, LocalPool], monkeypatch: pytest.MonkeyPatch
+    pools: tuple[Pool, Pool], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """And nothing for a collection of garbage to end: what NIXL refuses to release, a frame may hold."""
 
@@ -175,7 +175,7 @@ async def test_a_receiver_looks_for_bytes_only_while_a_transfer_is_open(
 
 
 @needs_nixl
-async def test_an_agent_that_has_ended_lets_nothing_in_that_was_on_its_way(pools: tuple[LocalPool, LocalPool]) -> None:
+async def test_an_agent_that_has_ended_lets_nothing_in_that_was_on_its_way(pools: tuple[Pool, Pool]) -> None:
     source, target = pools
     receiving, sending = Agent(target), Agent(source)
     metadata = await receiving.start(receiving.open)
@@ -186,7 +186,7 @@ async def test_an_agent_that_has_ended_lets_nothing_in_that_was_on_its_way(pools
     await sending.write((0,), (0,), tuple, PATIENCE_S)  # the way is open
     stop.set()
     await taking
-    before = target.rows.copy()
+    before = target.rows.array.copy()
     posted = threading.Event()
 
     def digests() -> tuple[int, ...]:
@@ -198,7 +198,7 @@ async def test_an_agent_that_has_ended_lets_nothing_in_that_was_on_its_way(pools
     await receiving.end()
     with pytest.raises(PeerLost):
         await writing
-    assert (target.rows == before).all()
+    assert (target.rows.array == before).all()
     with pytest.raises(PeerLost, match="has ended"):
         await sending.write((0,), (0,), tuple, PATIENCE_S)
     await sending.end()
@@ -361,7 +361,7 @@ def test_no_process_of_this_host_is_written_to_behind_its_back() -> None:
     ],
 )
 def test_auto_takes_it_only_over_rdma_and_where_no_tls_is_wanted(
-    pools: tuple[LocalPool, LocalPool],
+    pools: tuple[Pool, Pool],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     here: bool,
@@ -375,9 +375,7 @@ def test_auto_takes_it_only_over_rdma_and_where_no_tls_is_wanted(
     assert why_not is None if reason is None else reason in str(why_not)
 
 
-def test_it_says_so_where_its_package_is_missing(
-    pools: tuple[LocalPool, LocalPool], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_it_says_so_where_its_package_is_missing(pools: tuple[Pool, Pool], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(nixl, "load", load.__wrapped__)
     for package in PACKAGES:
         monkeypatch.setitem(sys.modules, package, None)

@@ -7,7 +7,7 @@ import socket
 import pytest
 import torch
 
-from bench.ports import free_ports
+from bench.support.ports import free_ports
 from kvtransfer.receiver import KvReceiver
 from kvtransfer.sender import KvSender
 from kvtransfer.transports import available, tcp, usable

@@ -15,8 +15,8 @@ from kvtransfer.connection import Connection
 from kvtransfer.endpoint import Endpoint
 from kvtransfer.frame import Frame, FrameType
 from kvtransfer.handoff import OutgoingHandoff
-from kvtransfer.local_pool import open_pool
 from kvtransfer.messages import encode_window
+from kvtransfer.pool import Pool
 from kvtransfer.ticket import Ticket
 from kvtransfer.timing import Timing
 from kvtransfer.transports.host import HostSendingLane
@@ -55,7 +55,7 @@ class Moving:
 @pytest.fixture
 def open_handoff(make_pool: Callable[..., Any], prints: Any) -> Callable[..., OutgoingHandoff]:
     def opened(progress: Callable[[], int], window: int = 1) -> OutgoingHandoff:
-        pool = open_pool(make_pool().memory, prints)
+        pool = Pool(make_pool().memory, prints)
         refs = tuple(BlockRef(BlockId(i), 1) for i in range(2))
         ticket = Ticket(7, Incarnation("ab" * 16), bytes(16), "cd" * 16, 1000, 0, refs)
         lane = HostSendingLane(pool)

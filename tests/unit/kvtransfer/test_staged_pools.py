@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from kvtransfer.base import BlockRef, Handoff, Offer, Receiver, Sender
-from kvtransfer.host_rows import HostRows
 from kvtransfer.receiver import KvReceiver
+from kvtransfer.rows import Rows
 from kvtransfer.sender import KvSender
 from kvtransfer.timing import Timing
 from tandem.errors import TransferError
@@ -35,7 +35,7 @@ class GatedStaging:
     def __init__(self, pool: torch.Tensor, clock: ManualClock) -> None:
         self.pool = pool
         self.num_blocks = len(pool)
-        self._blocks = HostRows(pool.numpy())
+        self._blocks = Rows(pool.numpy())
         self.gate = asyncio.Event()
         self.gate.set()
         self.begun = asyncio.Event()
@@ -43,15 +43,13 @@ class GatedStaging:
         self.copy_s = 0.0
         self._clock = clock
 
-    async def copy_out(self, block_ids: Sequence[BlockId], into: HostRows, rows: Sequence[int]) -> None:
+    async def copy_out(self, block_ids: Sequence[BlockId], into: Rows, rows: Sequence[int]) -> None:
         await self._to_the_end(self._blocks, block_ids, into, rows)
 
-    async def copy_in(self, source: HostRows, rows: Sequence[int], block_ids: Sequence[BlockId]) -> None:
+    async def copy_in(self, source: Rows, rows: Sequence[int], block_ids: Sequence[BlockId]) -> None:
         await self._to_the_end(source, rows, self._blocks, block_ids)
 
-    async def _to_the_end(
-        self, source: HostRows, sources: Sequence[int], target: HostRows, targets: Sequence[int]
-    ) -> None:
+    async def _to_the_end(self, source: Rows, sources: Sequence[int], target: Rows, targets: Sequence[int]) -> None:
         self.begun.set()
         copy = asyncio.ensure_future(self._copy(source, list(sources), target, list(targets)))
         cancelled = False
@@ -64,11 +62,11 @@ class GatedStaging:
             raise asyncio.CancelledError
         copy.result()
 
-    async def _copy(self, source: HostRows, sources: list[int], target: HostRows, targets: list[int]) -> None:
+    async def _copy(self, source: Rows, sources: list[int], target: Rows, targets: list[int]) -> None:
         await self.gate.wait()
         if self.error is not None:
             raise self.error
-        target.rows[targets] = source.rows[sources]
+        target.array[targets] = source.array[sources]
         self._clock.advance_s(self.copy_s)
 
 

@@ -16,9 +16,9 @@ from kvtransfer.base import BlockRef, Handoff
 from kvtransfer.connection import Connection
 from kvtransfer.frame import Frame
 from kvtransfer.handshake import Hello
-from kvtransfer.local_pool import LocalPool
+from kvtransfer.pool import Pool
 from kvtransfer.receiver import KvReceiver
-from kvtransfer.room import Room
+from kvtransfer.ring import Loan
 from kvtransfer.sender import KvSender
 from kvtransfer.timing import Timing
 from kvtransfer.transport import Acceptor, Fields, FrameSink, ListenOptions, SendingLane, TransportStatus
@@ -47,15 +47,15 @@ class Wires:
         return self._queues.setdefault(communicator, asyncio.Queue(1))
 
 
-def sums(pool: LocalPool, blocks: Sequence[BlockId]) -> tuple[int, ...]:
+def sums(pool: Pool, blocks: Sequence[BlockId]) -> tuple[int, ...]:
     """As a kernel on a device would: independent of the order of bytes."""
-    return tuple(int(pool.rows[block].sum(dtype="uint64")) for block in blocks)
+    return tuple(int(pool.rows.array[block].sum(dtype="uint64")) for block in blocks)
 
 
 class RendezvousSendingLane(HostSendingLane):
     name = NAME
 
-    def __init__(self, pool: LocalPool, wires: Wires, verify: tuple[str, ...]) -> None:
+    def __init__(self, pool: Pool, wires: Wires, verify: tuple[str, ...]) -> None:
         super().__init__(pool)
         self.verify = verify
         self.details = {"communicator": secrets.token_hex(4)}
@@ -66,18 +66,18 @@ class RendezvousSendingLane(HostSendingLane):
         assert theirs.details == {"posted": "yes"}
         self._digest = verify
 
-    async def place(self, sources: Sequence[BlockId], targets: Sequence[BlockRef], room: Room) -> tuple[int, ...]:
-        return sums(self._pool, sources) if self._digest == SUM else await super().place(sources, targets, room)
+    async def place(self, sources: Sequence[BlockId], targets: Sequence[BlockRef], loan: Loan) -> tuple[int, ...]:
+        return sums(self._pool, sources) if self._digest == SUM else await super().place(sources, targets, loan)
 
     def announce(
-        self, sink: FrameSink, write: Frame, sources: Sequence[BlockId], room: Room
+        self, sink: FrameSink, write: Frame, sources: Sequence[BlockId], loan: Loan
     ) -> asyncio.Future[None] | None:
         sink.send(write)
         return asyncio.ensure_future(self._send(sources))
 
     async def _send(self, sources: Sequence[BlockId]) -> None:
         for source in sources:
-            data = bytes(self._pool.rows[source])
+            data = bytes(self._pool.rows.array[source])
             await self._wires.queue(self.details["communicator"]).put(b"\0" + data[1:] if self._wires.spoil else data)
             self._wires.num_blocks += 1
 
@@ -86,7 +86,7 @@ class RendezvousReceivingLane(HostReceivingLane):
     name = NAME
     peer_writes = False
 
-    def __init__(self, pool: LocalPool, wires: Wires, verify: tuple[str, ...]) -> None:
+    def __init__(self, pool: Pool, wires: Wires, verify: tuple[str, ...]) -> None:
         super().__init__(pool)
         self.verify = verify
         self.details = {"posted": "yes"}
@@ -103,7 +103,7 @@ class RendezvousReceivingLane(HostReceivingLane):
         for i in range(num_bytes // self._pool.block_bytes):
             data = await self._wires.queue(self._communicator).get()
             if blocks and wanted():
-                self._pool.spans(blocks[i : i + 1])[0][:] = data
+                self._pool.rows.spans(blocks[i : i + 1])[0][:] = data
 
     async def checksums(self, blocks: Sequence[BlockId]) -> tuple[int, ...]:
         return sums(self._pool, blocks) if self._digest == SUM else await super().checksums(blocks)
@@ -126,15 +126,15 @@ class RendezvousTransport:
     def probe(self, device: torch.device) -> TransportStatus:
         return TransportStatus(NAME, True, f"works for {device}")
 
-    def listen(self, pool: LocalPool, options: ListenOptions) -> Acceptor:
+    def listen(self, pool: Pool, options: ListenOptions) -> Acceptor:
         sock = tcp.listen(options.host)
         fields = {"at": "{}/{}".format(*sock.getsockname())}
         return Acceptor(sock, fields, lambda _: RendezvousReceivingLane(pool, self._wires, self._verify))
 
-    def unreachable(self, pool: LocalPool, fields: Fields) -> str | None:
+    def unreachable(self, pool: Pool, fields: Fields) -> str | None:
         return self._why_not
 
-    async def dial(self, pool: LocalPool, fields: Fields, tls: ClientTls | None) -> tuple[socket.socket, SendingLane]:
+    async def dial(self, pool: Pool, fields: Fields, tls: ClientTls | None) -> tuple[socket.socket, SendingLane]:
         host, _, port = fields["at"].partition("/")
         return await tcp.dial(host, int(port)), RendezvousSendingLane(pool, self._wires, self._verify)
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from bench.tiny_models import TinyModel, save_tiny_model
+from bench.support.tiny_models import TinyModel, save_tiny_model
 from kernels.attention import AttentionMetadata
 from kernels.operations import Kernels
 from kernels.reference import ReferenceBackend

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from bench.tiny_models import TINY_MODELS
+from bench.support.tiny_models import TINY_MODELS
 from engine.kv_cache import KvCache
 from kernels import cpu
 from kernels.quantized import QuantForm

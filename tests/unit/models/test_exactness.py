@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from bench.tiny_models import TINY_MODELS
+from bench.support.tiny_models import TINY_MODELS
 from kernels.dispatch import select_kernels
 from models.loading import load_model
 

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from bench.tiny_models import TINY_MODELS
+from bench.support.tiny_models import TINY_MODELS
 from kernels.operations import Kernels, PlainLinear, Routing
 from kernels.quantized import QuantForm
 from kernels.reference import ReferenceBackend

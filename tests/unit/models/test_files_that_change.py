@@ -9,7 +9,7 @@ from functools import partial
 import pytest
 import torch
 
-from bench.tiny_models import TinyModel, save_tiny_model
+from bench.support.tiny_models import TinyModel, save_tiny_model
 from kernels.dispatch import select_kernels
 from models import fingerprint
 from models.files.checkpoint import read_checkpoint

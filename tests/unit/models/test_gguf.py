@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 
-from bench.tiny_models import TinyModel
+from bench.support.tiny_models import TinyModel
 from kernels.operations import Kernels
 from kernels.quantized import QuantForm
 from kernels.reference import ReferenceBackend

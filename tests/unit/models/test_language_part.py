@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForImageTextToText
 
-from bench.tiny_language_parts import TINY_LANGUAGE_PARTS
+from bench.support.tiny_language_parts import TINY_LANGUAGE_PARTS
 from models.config import load_model_config
 from models.files.checkpoint import read_checkpoint
 from models.files.language_part import CONTAINERS

@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from bench.tiny_models import TinyModel, save_tiny_model
+from bench.support.tiny_models import TinyModel, save_tiny_model
 from models.loading import load_model
 from tandem.errors import CheckpointError, ConfigError
 from tandem.kv_layout import DType, KvLayout

@@ -7,7 +7,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, Mxfp4Config
 
-from bench.tiny_models import TINY_MODELS
+from bench.support.tiny_models import TINY_MODELS
 from kernels.dispatch import select_kernels
 from kernels.operations import Kernels
 from kernels.quantized import QuantForm, QuantizedWeight

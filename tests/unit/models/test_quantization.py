@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from bench.tiny_models import TinyModel
+from bench.support.tiny_models import TinyModel
 from kernels.dispatch import available_backends, select_kernels
 from kernels.operations import Kernels
 from kernels.quantized import QuantForm

@@ -10,8 +10,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from bench.tiny_models import TinyModel
-from bench.tiny_transformers import TINY_TRANSFORMERS
+from bench.support.tiny_models import TinyModel
+from bench.support.tiny_transformers import TINY_TRANSFORMERS
 from kernels.dispatch import select_kernels
 from kernels.quantized import QuantForm, quantize
 from models import transformers_loading

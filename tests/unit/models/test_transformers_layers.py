@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers.models.llama import modeling_llama
 
-from bench.tiny_transformers import TINY_TRANSFORMERS
+from bench.support.tiny_transformers import TINY_TRANSFORMERS
 from kernels.dispatch import select_kernels
 from models.loading import load_model
 from models.transformers_layers import Layer

@@ -15,8 +15,8 @@ from transformers.masking_utils import (
     sliding_window_causal_mask_function,
 )
 
-from bench.tiny_models import TinyModel
-from bench.tiny_transformers import TINY_TRANSFORMERS
+from bench.support.tiny_models import TinyModel
+from bench.support.tiny_transformers import TINY_TRANSFORMERS
 from kernels.dispatch import select_kernels
 from models.loading import load_model
 from models.preflight import TRANSFORMERS, read_servable

@@ -17,8 +17,10 @@ from engine.step import (
     SampledToken,
 )
 from kvtransfer.base import TransferReport
-from prefill_worker.scheduler import BatchLimits
-from prefill_worker.worker import PrefillWorker, WorkerParts
+from prefill_worker.outgoing_transfer import OutgoingPolicy
+from prefill_worker.prompt_line import LineLimits
+from prefill_worker.prompts import PromptPolicy
+from prefill_worker.worker import new_prefill_worker
 from tandem.errors import TandemError
 from tandem.first_tokens import decode_first_tokens
 from tandem.limits import Limits
@@ -38,8 +40,8 @@ from tandem.types import (
 from tandem.validation import Validator
 from tests.manual_clock import ManualClock
 from tests.prompt_engine import BLOCK_SIZE, DEADLINE_S, FakeEngine, Gate, token_at
-from tests.recording_observers import RecordingWorker
-from worker.outgoing_transfer import OutgoingPolicy
+from tests.recorded_events import RecordedWorker
+from worker.parts import WorkerParts
 from worker.ports import RouterPort
 
 
@@ -193,11 +195,11 @@ class Bench:
         self.pool = BlockPool(16, BLOCK_SIZE)
         tier = HostTier(host_rows, block_bytes=1) if host_rows else None
         self.cache = PrefixCache(self.pool, enabled=cached, tier=tier)
-        self.observer = RecordingWorker()
+        self.recorded = RecordedWorker()
         validator = Validator(Limits(), vocab_size=1000, context_tokens=256)
-        parts = WorkerParts(self.engine, self.cache, self.sender, validator, self.clock, self.observer, guides)
-        policy = OutgoingPolicy(overlap=overlap)
-        self.worker = PrefillWorker(parts, BatchLimits(8, 4), policy, max_sequence_tokens=64)
+        parts = WorkerParts(self.engine, self.cache, validator, self.clock, self.recorded.events, guides)
+        policy = PromptPolicy(LineLimits(4), 64, chunk_tokens=8, outgoing=OutgoingPolicy(overlap=overlap))
+        self.worker = new_prefill_worker(parts, self.sender, policy)
         self.running = asyncio.create_task(self.worker.run())
 
     def prefill(
@@ -223,7 +225,7 @@ class Bench:
             await self.worker.drained()
         self.worker.check_idle()
         self.cache.check_invariants()
-        self.observer.check_all_ended()
+        self.recorded.check_all_ended()
 
     async def close(self) -> None:
         for gate in self.gates:

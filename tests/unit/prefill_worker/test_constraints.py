@@ -35,6 +35,12 @@ class HeldGuides:
         self.outputs, self.failed = outputs, failed
         self.ready = lambda: ready(tuple(Guide(constraint, matcher, MASK, failed) for _ in outputs))
 
+    def start(self, on_made: Callable[[], None]) -> None:
+        """Nobody needs a second mask here."""
+
+    async def settled(self) -> None:
+        """At once."""
+
 
 @pytest.fixture
 def guides() -> HeldGuides:

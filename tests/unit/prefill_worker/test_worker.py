@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-import asyncio
 from typing import Any
 
 import pytest
 
-from engine.engine_thread import EngineBroken
 from tandem.errors import (
-    DeadlineExceeded,
     InvalidRequest,
     PeerLost,
-    Reason,
     TicketRefused,
     TransferError,
-    Unavailable,
 )
 from tandem.types import FinishReason
 
@@ -265,7 +260,7 @@ async def test_a_destination_that_takes_no_blocks_leaves_room_for_others(bench: 
     for handle in range(7, 10):
         large = bench.prefill(handle, make_spec(24), destination="fast")
         await bench.router.hears(lambda handle=large: handle in bench.router.handoffs)
-    assert bench.worker.lent_blocks()["slow"] == 8
+    assert [handle for handle in stuck if handle in bench.router.started] == stuck[:2]
     for handle in stuck:
         bench.grant(handle)
     await bench.router.hears(lambda: all(handle in bench.router.handoffs for handle in stuck))
@@ -280,39 +275,6 @@ async def test_a_bug_in_the_transfer_is_a_failed_transfer_and_frees_everything(b
     await bench.settles()
 
 
-async def test_a_broken_engine_ends_the_worker(bench: Any, make_spec: Any) -> None:
-    bench.engine.error = EngineBroken("8 steps in a row failed")
-    handle = bench.prefill(1, make_spec(4))
-
-    with pytest.raises(EngineBroken):
-        await bench.running
-
-    assert bench.router.errors[handle].reason is Reason.INTERNAL
-    assert bench.router.errors[handle].retryable
-
-
-async def test_a_broken_step_fails_its_prompts_and_the_next_is_served(bench: Any, make_spec: Any) -> None:
-    bench.engine.error = RuntimeError("out of memory")
-    broken = [bench.prefill(n, make_spec(4)) for n in (1, 2)]
-    await bench.router.hears(lambda: len(bench.router.errors) == 2)
-    assert all(bench.router.errors[handle].reason is Reason.INTERNAL for handle in broken)
-    assert all(bench.router.errors[handle].retryable for handle in broken)
-    handle = bench.prefill(3, make_spec(4))
-    await bench.router.hears(lambda: handle in bench.router.handoffs)
-    await bench.settles()
-
-
-async def test_a_prompt_whose_logits_break_fails_alone(bench: Any, make_spec: Any) -> None:
-    bench.engine.broken_length = 5
-    good, bad = bench.prefill(1, make_spec(3)), bench.prefill(2, make_spec(5))
-    await bench.router.hears(lambda: good in bench.router.handoffs and bad in bench.router.errors)
-    assert bench.router.errors[bad].reason is Reason.INTERNAL
-    assert bench.router.errors[bad].retryable
-    assert good not in bench.router.errors
-    assert len(bench.engine.batches) == 1
-    await bench.settles()
-
-
 async def test_a_broken_step_says_nothing_to_a_released_prompt(bench: Any, make_spec: Any) -> None:
     bench.engine.gate.close()
     bench.engine.error = RuntimeError("out of memory")
@@ -322,19 +284,6 @@ async def test_a_broken_step_says_nothing_to_a_released_prompt(bench: Any, make_
     await bench.engine.gate.open()
     await bench.settles()
     assert bench.router.errors == {}
-
-
-async def test_a_prompt_whose_time_runs_out_fails_and_frees_everything(bench: Any, make_spec: Any) -> None:
-    bench.engine.gate.close()
-    handle = bench.prefill(1, make_spec(8, timeout_s=10))
-    bench.clock.advance_s(9.9)
-    bench.worker.tick()
-    assert bench.router.errors == {}
-    bench.clock.advance_s(0.1)
-    await bench.router.hears(lambda: handle in bench.router.errors)
-    assert isinstance(bench.router.errors[handle], DeadlineExceeded)
-    await bench.engine.gate.open()
-    await bench.settles()
 
 
 async def test_a_wrong_spec_is_refused_by_field_and_holds_nothing(bench: Any, make_spec: Any) -> None:
@@ -355,19 +304,6 @@ async def test_reserve_is_refused(bench: Any, make_spec: Any) -> None:
         bench.worker.reserve(bench.router, 1, make_spec(8), local_prefill=False)
 
 
-async def test_draining_refuses_new_work_and_finishes_what_it_has(bench: Any, make_spec: Any) -> None:
-    bench.engine.gate.close()
-    old = bench.prefill(1, make_spec(20))
-    bench.worker.drain()
-    with pytest.raises(Unavailable) as caught:
-        bench.prefill(2, make_spec(8))
-    assert caught.value.reason is Reason.DRAINING
-    assert bench.worker.load().draining
-    await bench.engine.gate.open()
-    await bench.settles()
-    assert old in bench.router.handoffs
-
-
 async def test_load_counts_what_waits_runs_and_moves(bench: Any, make_spec: Any) -> None:
     bench.engine.gate.close()
     for n in range(1, 7):
@@ -378,12 +314,3 @@ async def test_load_counts_what_waits_runs_and_moves(bench: Any, make_spec: Any)
     assert (load.pool.live, load.live_transfers, load.engine_steps) == (8, 3, 0)
     for n in range(4, 7):
         bench.grant(n)
-
-
-async def test_many_prompts_cancelled_at_random_moments_leave_nothing(bench: Any, make_spec: Any) -> None:
-    handles = [bench.prefill(n, make_spec(1 + n % 30)) for n in range(1, 60)]
-    for handle in handles[::2]:
-        bench.worker.release(bench.router, handle)
-        await asyncio.sleep(0)
-    await bench.settles()
-    assert set(handles[1::2]) <= set(bench.router.handoffs)

@@ -15,19 +15,17 @@ from router.choice_stream import ChoiceOutput, ChoiceStream
 from router.delivery import Delivery
 from router.metrics import Summary
 from router.text import Detokenizer
-from shell.telemetry.observers import RequestObserver, RequestStart
+from shell.telemetry.events import Events, RequestEvents
 from tandem.errors import Unavailable
 from tandem.types import (
     ChoiceSpec,
     FinishReason,
-    RequestId,
-    SamplingParams,
     TextParams,
     TokenDelta,
     TokenId,
     TokenLogprobs,
 )
-from tests.recording_observers import RecordedRequest
+from tests.recorded_events import RecordedRequest
 
 SUMMARY = Summary(1, 3, 0.0, 0.0, 0.0, 0.0, 0.0, 0, 0)
 LENGTH, STOP = FinishReason.LENGTH, FinishReason.STOP
@@ -38,8 +36,8 @@ def choice(tokenizer: Tokenizer, index: int = 0, **params: Any) -> ChoiceStream:
     return ChoiceStream(index, detokenizer, TextParams(**params), lambda _: None)
 
 
-def delivery(tokenizer: Tokenizer, n: int = 1, observer: RequestObserver | None = None, **params: Any) -> Delivery:
-    return Delivery([choice(tokenizer, index, **params) for index in range(n)], observer or RequestObserver())
+def delivery(tokenizer: Tokenizer, n: int = 1, events: RequestEvents | None = None, **params: Any) -> Delivery:
+    return Delivery([choice(tokenizer, index, **params) for index in range(n)], events or Events())
 
 
 def delta(raw: bytes | list[int], offset: int = 0, finish: FinishReason | None = None, index: int = 0) -> TokenDelta:
@@ -259,14 +257,14 @@ async def test_each_choice_ends_by_itself_and_the_last_one_brings_the_summary(by
 async def test_a_stop_string_ends_its_choice_alone_and_later_tokens_of_it_are_dropped(
     byte_tokenizer: Tokenizer,
 ) -> None:
-    observer = RecordedRequest(RequestStart(RequestId("r"), 1, SamplingParams(9), 0, "", 0.0))
-    made = delivery(byte_tokenizer, 2, observer, stop=("b",))
+    recorded = RecordedRequest()
+    made = delivery(byte_tokenizer, 2, recorded.events, stop=("b",))
     made.push(delta(b"abab", 0, index=0))
     made.push(delta(b"cc", 4, index=0))
     made.push(delta(b"xyz", 0, index=1))
     assert [each.index for each in made.open_choices] == [1]
     assert (made.num_tokens, made.num_tokens_of(0)) == (5, 2)
-    assert observer.calls == [("tokens", 2, 0), ("tokens", 3, 1)]
+    assert recorded.calls == [("TokensArrived", 2, 0), ("TokensArrived", 3, 1)]
     first = await made.get()
     assert (first.text, first.token_ids, first.matched_stop) == ("a", (97, 98), "b")
 

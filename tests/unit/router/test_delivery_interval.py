@@ -9,7 +9,7 @@ from router.choice_stream import ChoiceStream
 from router.delivery import Delivery
 from router.metrics import Summary
 from router.text import Detokenizer
-from shell.telemetry.observers import RequestObserver
+from shell.telemetry.events import Events
 from tandem.errors import Unavailable
 from tandem.types import FinishReason, TextParams, TokenDelta, TokenId
 
@@ -19,7 +19,7 @@ SUMMARY = Summary(1, 3, 0.0, 0.0, 0.0, 0.0, 0.0, 0, 0)
 def delivery(tokenizer: Tokenizer, interval_s: float) -> Delivery:
     """Of one choice."""
     choice = ChoiceStream(0, Detokenizer(tokenizer, frozenset()), TextParams(), lambda _: None)
-    return Delivery([choice], RequestObserver(), interval_s=interval_s)
+    return Delivery([choice], Events(), interval_s=interval_s)
 
 
 def delta(raw: bytes, offset: int = 0, finish: FinishReason | None = None) -> TokenDelta:

@@ -92,9 +92,9 @@ def test_a_hand_off_that_fails_counts_against_the_pair_and_against_whom_it_fails
     assert ejections.blamed_for_handoff(P, D) == ((P, D),)
     assert ejections.blamed_for_handoff(P, E) == ((P, E), P)
     assert ejections.blamed_for_handoff(Q, D) == ((Q, D), D)
-    ejections.handed_over(Q, D)
+    ejections.handed_off(Q, D)
     assert ejections.blamed_for_handoff(P, D) == ((P, D), P)
-    ejections.handed_over(P, E)
+    ejections.handed_off(P, E)
     assert ejections.blamed_for_handoff(P, D) == ((P, D),)
 
 

@@ -29,10 +29,29 @@ def tokenizer(expression: str | None = None) -> Tokenizer:
     return tokens
 
 
-@pytest.mark.parametrize("expression", [None, LLAMA_3, LLAMA_3.replace("{1,3}", "")], ids=["gpt-2", "llama-3", "qwen"])
+def metaspace() -> Tokenizer:
+    """Of whole texts in which spaces are written as another character: no pre-tokenizer splits them."""
+    characters = "▁\n\r\téß中" + "".join(map(chr, range(0x21, 0x7F)))
+    merges = [("a", "b"), ("▁", "▁"), ("▁", "a"), ("0", "1"), ("▁a", "b")]
+    words = [*dict.fromkeys(characters), *("".join(pair) for pair in merges)]
+    tokens = Tokenizer(models.BPE({word: each for each, word in enumerate(words)}, merges))
+    tokens.normalizer = normalizers.Replace(" ", "▁")
+    return tokens
+
+
+@pytest.mark.parametrize(
+    "tokens",
+    [
+        tokenizer(),
+        tokenizer(LLAMA_3),
+        tokenizer(LLAMA_3.replace("{1,3}", "")),
+        tokenizer(LLAMA_3.replace("'s|", "")),
+        metaspace(),
+    ],
+    ids=["gpt-2", "llama-3", "qwen", "unknown", "metaspace"],
+)
 @given(text=TEXT)
-def test_pieces_give_the_tokens_of_the_whole(expression: str | None, text: str) -> None:
-    tokens = tokenizer(expression)
+def test_pieces_give_the_tokens_of_the_whole(tokens: Tokenizer, text: str) -> None:
     assert can_be_cut(tokens)
     whole = tokens.encode(text, add_special_tokens=False).ids
 
@@ -63,10 +82,43 @@ async def test_special_tokens_stand_around_the_whole_text() -> None:
         served.close()
 
 
-def test_other_tokenizers_are_left_alone() -> None:
-    others = [Tokenizer(models.BPE()), tokenizer(LLAMA_3.replace("'s|", "")), tokenizer(), tokenizer(), tokenizer()]
-    others[2].normalizer = normalizers.Prepend("_")
-    others[3].add_tokens([AddedToken("dog ran")])
-    others[4].add_tokens([AddedToken("<x>", rstrip=True)])
+def spanning() -> Tokenizer:
+    return Tokenizer(models.BPE({"a": 0, " ": 1, "a ": 2}, [("a", " ")]))
 
-    assert not any(map(can_be_cut, others))
+
+def prepending() -> Tokenizer:
+    tokens = tokenizer()
+    tokens.normalizer = normalizers.Prepend("_")
+    return tokens
+
+
+def stripping() -> Tokenizer:
+    tokens = tokenizer()
+    tokens.normalizer = normalizers.Strip()
+    return tokens
+
+
+def dropping() -> Tokenizer:
+    """It knows no "!": the spaces around one are one token."""
+    vocabulary = {each: number for number, each in enumerate(metaspace().get_vocab()) if each != "!"}
+    tokens = Tokenizer(models.BPE(vocabulary, [("▁", "▁")]))
+    tokens.normalizer = normalizers.Replace(" ", "▁")
+    return tokens
+
+
+def adding(token: AddedToken) -> Tokenizer:
+    tokens = tokenizer()
+    tokens.add_tokens([token])
+    return tokens
+
+
+@pytest.mark.parametrize(
+    "tokens",
+    [
+        *(spanning(), prepending(), stripping(), dropping()),
+        *(adding(AddedToken("dog ran")), adding(AddedToken("<x>", rstrip=True))),
+    ],
+    ids=["token spans", "mark at the start", "stripped", "dropped", "added token spans", "added token takes spaces"],
+)
+def test_tokenizers_to_which_a_cut_matters_get_their_texts_whole(tokens: Tokenizer) -> None:
+    assert not can_be_cut(tokens)

@@ -10,12 +10,12 @@ from router.choice_stream import ChoiceStream
 from router.delivery import Delivery
 from router.text import Detokenizer
 from router.unread import Unread
-from shell.telemetry.observers import RequestObserver
+from shell.telemetry.events import Events
 from tandem.errors import InvalidRequest, TandemError
 from tandem.types import TextParams, TokenDelta, TokenId, TokenLogprobs
 from tests.manual_clock import ManualClock
 
-REQUEST_BYTES, ALL_BYTES, LIMIT_S = 100_000, 150_000, 60.0
+ALL_BYTES, LIMIT_S = 400_000, 60.0
 
 
 class Requests:
@@ -23,7 +23,7 @@ class Requests:
 
     def __init__(self, tokenizer: Tokenizer, stack: ExitStack) -> None:
         self.clock = ManualClock()
-        self.unread = Unread(self.clock, REQUEST_BYTES, ALL_BYTES, LIMIT_S)
+        self.unread = Unread(self.clock, ALL_BYTES, LIMIT_S)
         self.ended: list[tuple[Delivery, str]] = []
         self.retryable: list[bool] = []
         self._tokenizer, self._stack = tokenizer, stack
@@ -31,7 +31,7 @@ class Requests:
     def begin(self, num_tokens: int) -> Delivery:
         """One with so many tokens to read, of 200 bytes each."""
         choice = ChoiceStream(0, Detokenizer(self._tokenizer, frozenset()), TextParams(), lambda _: None)
-        delivery = Delivery([choice], RequestObserver())
+        delivery = Delivery([choice], Events())
 
         def end(error: TandemError) -> None:
             self.ended.append((delivery, error.message))
@@ -99,12 +99,12 @@ async def test_who_waits_for_a_whole_answer_that_is_too_large_is_not_told_to_ask
 def test_with_too_much_unread_in_all_those_are_ended_that_have_the_most(byte_tokenizer: Tokenizer) -> None:
     with ExitStack() as stack:
         requests = Requests(byte_tokenizer, stack)
-        small, largest, middle, large = (requests.begin(count) for count in (50, 400, 300, 350))
+        _, largest, *others = (requests.begin(count) for count in (50, 480, 300, 350, 400, 400, 450))
 
         requests.unread.sweep()
 
         assert [each for each, _ in requests.ended] == [largest]
-        assert sum(each.unread_bytes for each in (small, middle, large)) <= ALL_BYTES
+        assert sum(each.unread_bytes for each in others) <= ALL_BYTES
 
 
 def test_sweeps_that_come_too_often_are_left_out(byte_tokenizer: Tokenizer) -> None:

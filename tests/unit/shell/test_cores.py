@@ -6,8 +6,8 @@ from shell.cores import SHARED_PREFILL_NICE, CoreShare, plan_cores
 
 def test_two_cores_give_prefill_and_decode_one_pinned_core_each() -> None:
     plan = plan_cores((0, 1), 1, 1, None)
-    assert plan.prefill == (CoreShare((0,), 1, others=(1,)),)
-    assert plan.decode == (CoreShare((1,), 1, others=(0,)),)
+    assert plan.prefill == (CoreShare((0,), 1),)
+    assert plan.decode == (CoreShare((1,), 1),)
 
 
 def test_a_colocated_server_gets_every_core() -> None:
@@ -28,11 +28,6 @@ def test_on_one_core_prefill_yields_to_decode_without_starving() -> None:
 def test_a_prefill_worker_with_a_core_of_its_own_keeps_its_priority() -> None:
     plan = plan_cores((0, 1, 2), 2, 2, None)
     assert [share.nice for share in plan.prefill] == [0, SHARED_PREFILL_NICE]
-
-
-def test_only_workers_with_cores_of_their_own_borrow_from_others() -> None:
-    plan = plan_cores((0, 1), 1, 2, None)
-    assert [share.others for share in plan.prefill + plan.decode] == [()] * 3
 
 
 def test_threads_that_fit_keep_the_pinning() -> None:
@@ -57,6 +52,3 @@ def test_every_worker_gets_cores_and_the_threads_asked_for(
     assert all(share.threads == threads for share in shares if threads is not None)
     if threads is None and len(shares) <= num_cores:
         assert sorted(core for share in shares for core in share.cores) == list(range(num_cores))
-        assert all(not set(share.cores) & set(share.others) for share in shares)
-        borrowed = sorted(core for share in shares for core in share.others)
-        assert borrowed == (list(range(num_cores)) if len(shares) > 1 else [])

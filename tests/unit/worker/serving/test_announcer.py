@@ -9,7 +9,7 @@ from dataclasses import replace
 import grpc
 import pytest
 
-from bench.ports import free_ports
+from bench.support.ports import free_ports
 from shell.rpc.server import RpcServer
 from tandem.convert import info_from_proto, load_from_proto
 from tandem.types import PoolCounts, WorkerLoad
@@ -248,22 +248,3 @@ async def test_routers_whose_name_is_not_found_for_a_while_are_kept(monkeypatch:
         registries["127.0.0.1"].hang_up.set()
         while not (await registries["127.0.0.1"].hear()).HasField("info"):
             pass
-
-
-async def test_a_worker_registers_with_every_process_of_a_router() -> None:
-    shared, processes = Registry(), [Registry(), Registry()]
-    started = [await listen(each) for each in (shared, *processes)]
-    (_, port), *others = started
-    shared.process_ports = [each for _, each in others]
-    async with announcing(Worker(), f"127.0.0.1:{port}"):
-        for each in processes:
-            assert (await each.hear()).HasField("info")
-        assert shared.num_streams == 0
-
-        # It has come back as one process.
-        shared.process_ports = []
-        for each in processes:
-            each.hang_up.set()
-        assert (await shared.hear()).HasField("info")
-    for server, _ in started:
-        await server.drain(0)

@@ -14,10 +14,11 @@ import pytest
 import zmq
 import zmq.asyncio
 
+from shell.config import WorkerConfig
 from tandem.errors import ConfigError
 from tandem.types import TokenId
 from worker.serving import kv_events
-from worker.serving.kv_events import KvEvents, KvEventsOptions
+from worker.serving.kv_events import KvEvents
 
 LOOPBACK = "tcp://127.0.0.1:*"
 NOW_S = 1789095808.5
@@ -25,15 +26,11 @@ TIMEOUT_S = 10
 TOKENS = tuple(map(TokenId, range(8)))
 
 _FIELDS = {
-    "BlockStored": (
-        *("block_hashes", "parent_block_hash", "token_ids", "block_size", "lora_id", "medium", "lora_name"),
-        "extra_keys",
-    ),
-    "BlockRemoved": ("block_hashes", "medium"),
-    "AllBlocksCleared": (),
+    "BlockStored": {"block_hashes", "parent_block_hash", "token_ids", "block_size", "lora_id", "medium", "lora_name"},
+    "BlockRemoved": {"block_hashes", "medium"},
+    "AllBlocksCleared": set(),
 }
-"""In the order of the schema."""
-_REQUIRED = {"BlockStored": 7, "BlockRemoved": 2, "AllBlocksCleared": 0}
+"""Which every event has; `extra_keys` may come with a BlockStored."""
 
 
 @dataclass
@@ -47,21 +44,17 @@ class Batch:
 
 
 def decoded(number: bytes, payload: bytes) -> Batch:
-    """Raises where the payload is not of the schema, in either form of events."""
+    """Raises where the payload is not of the schema."""
     assert len(number) == 8
     unix_time, events, *rest = msgpack.unpackb(payload)
     return Batch(int.from_bytes(number, "big"), unix_time, [_event(each) for each in events], *rest or [None])
 
 
-def _event(raw: Any) -> dict[str, Any]:
-    if isinstance(raw, list):
-        tag, *values = raw
-        raw = {"type": tag, **dict(zip(_FIELDS[tag], values, strict=False))}
+def _event(raw: dict[str, Any]) -> dict[str, Any]:
     tag = raw["type"]
-    missing = set(_FIELDS[tag][: _REQUIRED[tag]]) - raw.keys()
-    assert not missing, f"{tag} lacks {missing}"
-    assert raw.keys() - {"type"} <= set(_FIELDS[tag])
-    return dict(raw)
+    optional = {"extra_keys"} if tag == "BlockStored" else set()
+    assert _FIELDS[tag] <= raw.keys() - {"type"} <= _FIELDS[tag] | optional
+    return raw
 
 
 @pytest.fixture
@@ -77,13 +70,16 @@ async def publishing(
     context: zmq.asyncio.Context,
     *,
     topic: str = "",
-    as_arrays: bool = False,
     subscribe: str = "",
     address: str = LOOPBACK,
 ) -> AsyncIterator[tuple[KvEvents, zmq.asyncio.Socket]]:
     """A worker's events, and a subscriber that is known to hear them from the next one on."""
-    options = KvEventsOptions(address, LOOPBACK, topic, as_arrays)
-    with KvEvents(options, 4, lambda: NOW_S) as events, context.socket(zmq.SUB) as subscriber:
+    config = WorkerConfig(
+        kv_events=(address, LOOPBACK),
+        kv_events_topic=topic,
+        block_size=4,
+    )
+    with KvEvents(config, lambda: NOW_S) as events, context.socket(zmq.SUB) as subscriber:
         subscriber.subscribe(subscribe)
         subscriber.connect(events.addresses[0])
         async with asyncio.timeout(TIMEOUT_S):
@@ -115,12 +111,9 @@ async def replay(context: zmq.asyncio.Context, events: KvEvents, first: int) -> 
             batches.append(decoded(number, payload))
 
 
-@pytest.mark.parametrize("as_arrays", [False, True])
-async def test_a_subscriber_hears_what_the_cache_stores_and_removes(
-    context: zmq.asyncio.Context, as_arrays: bool
-) -> None:
+async def test_a_subscriber_hears_what_the_cache_stores_and_removes(context: zmq.asyncio.Context) -> None:
     topic = "kv@10.0.0.1@demo"
-    async with publishing(context, topic=topic, as_arrays=as_arrays, subscribe="kv@") as (events, subscriber):
+    async with publishing(context, topic=topic, subscribe="kv@") as (events, subscriber):
         events.stored("", None, [2**64 - 1, 7], TOKENS)
         events.removed([7])
         await asyncio.sleep(0)
@@ -148,12 +141,11 @@ async def test_a_subscriber_hears_what_the_cache_stores_and_removes(
     assert second.events[1] == {"type": "AllBlocksCleared"}
 
 
-async def test_events_are_maps_or_arrays_on_the_wire(context: zmq.asyncio.Context) -> None:
-    for as_arrays, kind in ((False, dict), (True, list)):
-        async with publishing(context, as_arrays=as_arrays) as (events, subscriber):
-            events.removed([1])
-            _, _, payload = await asyncio.wait_for(subscriber.recv_multipart(), TIMEOUT_S)
-            assert isinstance(msgpack.unpackb(payload)[1][0], kind)
+async def test_events_are_maps_on_the_wire(context: zmq.asyncio.Context) -> None:
+    async with publishing(context) as (events, subscriber):
+        events.removed([1])
+        _, _, payload = await asyncio.wait_for(subscriber.recv_multipart(), TIMEOUT_S)
+        assert isinstance(msgpack.unpackb(payload)[1][0], dict)
 
 
 async def test_a_salt_is_the_extra_key_of_the_first_block(context: zmq.asyncio.Context) -> None:
@@ -236,7 +228,7 @@ async def test_a_subscriber_that_does_not_read_loses_batches_and_keeps_nobody_wa
 
 async def test_batches_that_find_no_room_leave_a_gap_in_the_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kv_events, "MAX_QUEUED", 2)
-    events = KvEvents(KvEventsOptions(LOOPBACK, None, "", as_arrays=False), 4)
+    events = KvEvents(WorkerConfig(kv_events=(LOOPBACK,)))
     for _ in range(5):  # its thread does not run yet
         events.removed([1])
         await asyncio.sleep(0)
@@ -246,12 +238,14 @@ async def test_batches_that_find_no_room_leave_a_gap_in_the_numbers(monkeypatch:
 
 
 def test_an_address_that_cannot_be_had_is_named() -> None:
-    with KvEvents(KvEventsOptions(LOOPBACK, None, "", as_arrays=False), 4) as events:
+    with KvEvents(WorkerConfig(kv_events=(LOOPBACK,))) as events:
         (taken,) = events.addresses
         with pytest.raises(ConfigError, match="--kv-events: Address already in use"):
-            KvEvents(KvEventsOptions(taken, None, "", as_arrays=False), 4).__enter__()
-        with pytest.raises(ConfigError, match="--kv-events-replay"):
-            KvEvents(KvEventsOptions(LOOPBACK, taken, "", as_arrays=False), 4).__enter__()
+            KvEvents(WorkerConfig(kv_events=(taken,))).__enter__()
+        with pytest.raises(ConfigError, match="--kv-events: Address already in use"):
+            KvEvents(WorkerConfig(kv_events=(LOOPBACK, taken))).__enter__()
+    with pytest.raises(ConfigError, match="--kv-events: takes one address for events and one for replays"):
+        KvEvents(WorkerConfig(kv_events=(LOOPBACK, LOOPBACK, LOOPBACK))).__enter__()
 
 
 async def test_what_was_told_last_is_published_and_nothing_is_written_after_the_end(
@@ -261,7 +255,7 @@ async def test_what_was_told_last_is_published_and_nothing_is_written_after_the_
     monkeypatch.setattr(KvEvents, "_publish", lambda _, batch: published.append(batch[2]))
     errors: list[dict[str, Any]] = []
     asyncio.get_running_loop().set_exception_handler(lambda _, error: errors.append(error))
-    with KvEvents(KvEventsOptions(LOOPBACK, None, "", as_arrays=False), 4) as events:
+    with KvEvents(WorkerConfig(kv_events=(LOOPBACK,))) as events:
         events.cleared()
     await asyncio.sleep(0)
     assert published == [[{"type": "AllBlocksCleared"}]]

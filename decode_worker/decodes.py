@@ -1,0 +1,272 @@
+"""Requests that decode on a worker: admitted, received or computed here, decoded, given to another worker. A `Source`.
+
+    Reserve ─▶ queue ─▶ Reserved ─▶ incoming transfer ─▶ batch ─▶ tokens … finish
+                           └─ (prompt computed here) ──▶ batch ─▶ PrefillDone, tokens … finish
+                                                 └──▶ Leaving ─▶ HandOver ─▶ HandoffDone   it drains, or is overloaded
+
+Plans the steps, in which prompts for other workers are computed too, where the worker is elastic. What a step brought:
+
+    prompt computed ─▶ prefill_done, first tokens of all choices ─▶ fork
+    decode          ─▶ one token of one choice, or the candidates of one beam
+    last token      ─▶ the choice's blocks are released; with the last choice, the request ends
+
+The cache learns of a prompt's blocks when their step has ended, of a completion's when it ends or is preempted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from collections.abc import Sequence as SequenceOf
+from dataclasses import replace
+
+from decode_worker.admission import Admission
+from decode_worker.growth import Growth
+from decode_worker.hand_overs import HandOvers
+from decode_worker.incoming_transfers import IncomingTransfers
+from decode_worker.policy import WorkerPolicy
+from decode_worker.running_batch import RunningBatch
+from engine.beam_group import BeamGroup, candidates_of
+from engine.sequence import Sequence, new_block_table
+from engine.step import SampledToken
+from kvtransfer.base import Receiver, Sender
+from prefill_worker.prompts import Prompts
+from shell.telemetry.events import BlocksReserved, PrefixLookedUp
+from tandem.errors import InvalidRequest, PrefixNotHeld, TandemError
+from tandem.first_tokens import FirstTokens
+from tandem.types import BlockId, GroupSpec, Handle, WaitReason, WorkerLoad
+from worker.budget import ChunkBudget
+from worker.parts import WorkerParts
+from worker.ports import Destination, RouterPort
+from worker.releases import BlockReleases
+from worker.request import Request
+from worker.source import BatchedStep, Owner
+from worker.waits import Wait
+
+
+class Decodes:
+    """The decodes of one worker. A `DecodeSource`, and a `TransferOwner`."""
+
+    def __init__(
+        self,
+        parts: WorkerParts,
+        receiver: Receiver,
+        sender: Sender | None,
+        policy: WorkerPolicy,
+        budget: ChunkBudget,
+        releases: BlockReleases,
+        prompts: Prompts,
+        owner: Owner,
+    ) -> None:
+        self._parts = parts
+        self._cache = parts.cache
+        self._pool = parts.cache.pool
+        self._policy = policy
+        self._receiver = receiver
+        self._budget = budget
+        self._releases = releases
+        self._prompts = prompts
+        self._owner = owner
+        growth = Growth(self._pool, policy.first_guess_tokens)
+        self._transfers = IncomingTransfers(
+            parts.cache, receiver, parts.clock, self, policy.transfers, parts.validator.vocab_size
+        )
+        self._batch = RunningBatch(parts.cache, policy.limits, growth, budget, releases, prompts)
+        self._admission = Admission(policy, parts.cache, growth, self._batch, self._transfers, prompts, parts.engine)
+        self._queue = self._admission.queue
+        self._hand_overs = HandOvers(self._batch, parts.cache, sender, owner.end, owner.changed)
+        self._live: dict[Request, None] = {}
+        """Requests that have not ended, in order of arrival."""
+        self._draining = False
+
+    @property
+    def is_moving(self) -> bool:
+        """Whether a hand-off is under way, or a sequence runs."""
+        return bool(len(self._transfers) or self._batch.num_running)
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether no request is here, and every router knows what became of its requests."""
+        is_empty = not (self._live or len(self._queue) or len(self._transfers) or len(self._batch))
+        return is_empty and self._hand_overs.is_settled
+
+    def add_to(self, load: WorkerLoad) -> WorkerLoad:
+        """Returns the load with that of this source; each choice counts as a sequence."""
+        batch, budget = self._batch, self._budget
+        queued_tokens = self._queue.num_tokens(computed_elsewhere=not self._policy.elastic)
+        return replace(
+            load,
+            running_seqs=load.running_seqs + batch.num_running,
+            waiting_seqs=load.waiting_seqs + self._queue.num_seqs + batch.num_waiting,
+            queued_prompt_tokens=load.queued_prompt_tokens + queued_tokens + batch.num_prompt_tokens_left,
+            live_transfers=load.live_transfers + self._receiver.num_live,
+            preemptions=batch.num_preemptions,
+            prompt_tokens_per_s=budget.prompt_tokens_per_s(batch.num_decodes, batch.wait_ratio),
+        )
+
+    def waits(self, *, line_moves: bool) -> Iterator[Wait]:
+        """See `Source`."""
+        yield from ((request, WaitReason.HANDOFF) for request in (*self._transfers, *self._hand_overs))
+        yield from self._batch.running_waits()
+        yield from ((request, WaitReason.ROOM) for request in self._live if request.group.awaits_guides)
+        if line_moves:
+            yield from ((request, WaitReason.ROOM) for request in self._queue)
+            yield from self._batch.line_waits()
+
+    def tick(self) -> None:
+        """See `DecodeSource`. Tickets and hand-offs run out; an overloaded worker offers a request to others."""
+        self._transfers.expire()
+        self._admission.give_up_one()
+        if self._draining:
+            self.drain()
+        else:
+            self._hand_overs.relieve(self._live, self._parts.clock.now_s())
+
+    def drain(self, *, again: bool = False) -> None:
+        """See `DecodeSource`."""
+        self._draining = True
+        self._hand_overs.tell(self._live, again=again)
+
+    # --- a request's way ---
+
+    def check(self, spec: GroupSpec) -> None:
+        """Raises InvalidRequest if the request cannot run here."""
+        limits, validator, pool = self._policy.limits, self._parts.validator, self._pool
+        validator.validate_group(spec, self._policy.max_sequence_tokens)
+        validator.validate_pool(spec, pool.block_size, pool.num_blocks)
+        if spec.num_seqs > limits.max_seqs:
+            raise InvalidRequest(
+                f"sampling.{spec.seqs_option}", f"{spec.num_seqs} exceed a batch of {limits.max_seqs} sequences"
+            )
+
+    def add(self, request: Request) -> None:
+        """See `Source`."""
+        self._live[request] = None
+
+    def enter(self, request: Request) -> None:
+        """See `Source`. Raises PrefixNotHeld, Overloaded."""
+        self._check_prefix_held(request)
+        self._queue.add(request)
+        if request.reads_cache:
+            request.group.prefetch(self._cache)
+
+    def admit(self) -> None:
+        """See `DecodeSource`."""
+        self._hand_overs.steps_ended()
+        while (request := self._admission.next_reservation()) is not None:
+            try:
+                if request.owes_prefill_done:
+                    self._check_prefix_held(request)  # it may have gone while the request was in line
+                    self._batch.join(request)
+                    request.router.reserved(request.handle)
+                else:
+                    offer, prefix = self._transfers.offer(request), request.group.prefix
+                    self._admission.handoff_started(request)
+                    request.events.emit(BlocksReserved())
+                    request.events.emit(PrefixLookedUp(prefix.num_tokens, prefix.num_cached_tokens))
+                    request.router.reserved(request.handle, offer.ticket, offer.endpoint, prefix.num_cached_tokens)
+            except TandemError as error:
+                self._owner.end(request, error)
+
+    def _check_prefix_held(self, request: Request) -> None:
+        """Raises PrefixNotHeld if more would have to be computed here than the request may."""
+        if request.max_local_tokens is None:
+            return
+        group = request.group
+        num_tokens = group.num_remaining_tokens
+        if request.reads_cache:
+            num_tokens -= self._cache.match(request.spec.cache_salt, group.prefix.token_ids)
+        if num_tokens > request.max_local_tokens:
+            raise PrefixNotHeld(f"{num_tokens} tokens would be computed here, {request.max_local_tokens} may be")
+
+    def hand_over(self, request: Request, to: Destination) -> None:
+        """See `DecodeSource`."""
+        self._hand_overs.begin(request, to)
+
+    def released(self, router: RouterPort, handle: Handle | None = None) -> None:
+        """See `DecodeSource`."""
+        self._hand_overs.released(router, handle)
+
+    def forget(self, request: Request, error: TandemError | None) -> None:
+        """See `Source`. Blocks are free at once, or when the last step or writer that touches them has stopped."""
+        del self._live[request]
+        self._transfers.withdraw(request)
+        self._hand_overs.forget(request)
+        failed = error is not None or self._hand_overs.pushes(request)
+        self._admission.ended(request, in_batch=request in self._batch, failed=failed)
+        self._batch.leave(request)
+        for table in request.group.take_blocks():  # what it held while the rest was to be received
+            self._pool.release(table)
+
+    # --- steps ---
+
+    def next_step(self) -> BatchedStep | None:
+        """See `RunningBatch`."""
+        return self._batch.next_step()
+
+    def step_behind(self, running: BatchedStep) -> BatchedStep | None:
+        """See `RunningBatch`."""
+        return self._batch.step_behind(running)
+
+    def apply(self, request: Request, seq: Sequence, drawn: list[tuple[SampledToken, ...]]) -> None:
+        """See `Source`, and the module's docstring."""
+        group = request.group
+        ends_prefix = not group.is_forked and (bool(drawn) or seq.num_remaining_tokens == 0)
+        if ends_prefix and request.owes_prefill_done:
+            request.owes_prefill_done = False
+            request.prompt_computed(self._parts.clock.now_s())
+        if drawn:
+            self._take(request, seq, drawn)
+        if ends_prefix and not group.is_forked:
+            group.fork(self._pool)
+            group.follow(self._cache)
+        if group.is_finished:
+            self._owner.end(request)
+        elif seq.is_finished:
+            self._batch.choice_ended(request, seq)
+
+    def _take(self, request: Request, seq: Sequence, drawn: list[tuple[SampledToken, ...]]) -> None:
+        """Takes one token for each choice that draws from `seq`, or the candidates of a beam."""
+        group = request.group
+        if not isinstance(group, BeamGroup):
+            for choice, (token,) in zip(seq.drawers, drawn, strict=True):
+                request.take_token(choice, token)
+            self._follow(request, seq.drawers)
+            return
+        self._releases.release(group.draw(seq, candidates_of(drawn[0]), self._pool))
+        if group.is_finished:
+            request.tell_found(group)
+        else:
+            self._follow(request, group.sequences)
+
+    def _follow(self, request: Request, sequences: Iterable[Sequence]) -> None:
+        """Asks for the next masks of sequences that follow a grammar and have new tokens."""
+        if self._parts.guides is not None and request.spec.sampling.constraint is not None:
+            self._parts.guides.follow(each.guide for each in sequences)
+
+    # --- from hand-offs (TransferOwner) ---
+
+    def received(self, request: Request, block_ids: SequenceOf[BlockId], first_tokens: FirstTokens) -> None:
+        """See `TransferOwner`. All choices join the batch."""
+        group, prefix = request.group, request.group.prefix
+        table = new_block_table(prefix.block_table)
+        table.extend(new_block_table(block_ids))
+        self._cache.insert(request.spec.cache_salt, prefix.token_ids, table)
+        self._admission.handoff_landed(request)
+        group.land(block_ids, first_tokens, self._pool)
+        group.follow(self._cache)
+        self._follow(request, group.sequences)
+        self._batch.join(request)
+        self._hand_overs.landed(request, first_tokens, self._parts.clock.now_s())
+        if group.is_finished:
+            if isinstance(group, BeamGroup):
+                request.tell_found(group)
+            self._owner.end(request)
+        self._owner.changed()
+
+    def transfer_failed(self, request: Request, error: TandemError) -> None:
+        """See `TransferOwner`."""
+        self._owner.end(request, error)
+
+    def blocks_freed(self) -> None:
+        """See `TransferOwner`."""
+        self._owner.changed()

@@ -1,0 +1,156 @@
+"""Where the work of a worker comes from: sources, each with requests of one kind from their arrival to their end.
+
+    prompts   `prefill_worker.prompts`   computed here, handed over      Prefill, Grant
+    decodes   `decode_worker.decodes`    received or computed, decoded   Reserve, HandOver
+
+A role is which of them a worker has: a prefill worker the first, a decode worker the second, an elastic worker both.
+The core (`worker.core`) takes requests in and ends each once; the loop (`worker.steps`) computes what they plan.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Protocol
+
+from engine.decode_rows import objects_of
+from engine.sequence import Sequence
+from engine.step import SampledToken, Step
+from tandem.errors import TandemError
+from tandem.types import GroupSpec, Handle, WorkerLoad
+from worker.ports import Destination, RouterPort
+from worker.request import Request
+from worker.waits import Wait
+
+
+@dataclass(frozen=True, slots=True)
+class BatchedStep:
+    """A step to be launched, and the request of each of its seqs."""
+
+    step: Step
+    seqs: tuple[tuple[Request, Sequence], ...]
+    """In the order of `step.seqs`."""
+    num_decodes: int
+    """Seqs that compute one token and draw the next one; all others compute chunks of prompts."""
+    num_rows: int = 0
+    """Number of leading seqs that decode requests with one choice, no grammar and no beams."""
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        """Returns the tokens in chunks of prompts."""
+        if self.is_decode:
+            return 0
+        return sum(len(seq.token_ids) for seq in objects_of(self.step.seqs)) - (self.num_decodes - self.num_rows)
+
+    @property
+    def is_decode(self) -> bool:
+        """Whether no seq computes a prompt. Each draws one token then: draw number i is seq number i's."""
+        return self.num_decodes == len(self.seqs)
+
+
+class Owner(Protocol):
+    """The core, as sources see it."""
+
+    def end(self, request: Request, error: TandemError | None = None) -> None:
+        """Ends a request, finished (None) or failed; `Source.forget` follows. A no-op if the request has ended."""
+
+    def changed(self) -> None:
+        """Makes the core look again: there may be room, or work, or nothing left."""
+
+
+class Source(Protocol):
+    """Requests of one kind. All on the loop."""
+
+    @property
+    def is_moving(self) -> bool:
+        """Whether anything is under way that may move a line of this worker."""
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether no request is here, and nobody else uses blocks of one."""
+
+    def add_to(self, load: WorkerLoad) -> WorkerLoad:
+        """Returns the load with this source's share added."""
+
+    def waits(self, *, line_moves: bool) -> Iterator[Wait]:
+        """Returns the requests that get no tokens now; those in a line only if the line moves."""
+
+    # --- a request's way ---
+
+    def check(self, spec: GroupSpec) -> None:
+        """Raises what makes the worker refuse a request."""
+
+    def add(self, request: Request) -> None:
+        """Takes a new request; `enter` or `forget` follows."""
+
+    def enter(self, request: Request) -> None:
+        """Puts a request whose grammar is known in line. Raises what makes the request fail."""
+
+    def forget(self, request: Request, error: TandemError | None) -> None:
+        """Releases what an ended request holds. Called once."""
+
+    # --- steps ---
+
+    def next_step(self) -> BatchedStep | None:
+        """Returns a step, planned with none in flight; None = nothing can be computed now."""
+
+    def step_behind(self, running: BatchedStep) -> BatchedStep | None:
+        """Returns a step behind the one in flight; None = the next step is better planned once that has ended."""
+
+    def apply(self, request: Request, seq: Sequence, drawn: list[tuple[SampledToken, ...]]) -> None:
+        """Takes the results of a step for one seq. `drawn`: once the seq's last token is computed, one token for each
+        of its drawers, or the candidates of a beam.
+        """
+
+
+class PromptSource(Source, Protocol):
+    """Prompts that are computed for other workers."""
+
+    def grant(self, request: Request, ticket: bytes, kv_endpoint: bytes) -> None:
+        """Lets the hand-off of a request open."""
+
+    def started(self, request: Request) -> None:
+        """Notes that the first tokens of a request are about to be computed."""
+
+
+class DecodeSource(Source, Protocol):
+    """Requests that decode here."""
+
+    def tick(self) -> None:
+        """Lets time run out. Called at intervals."""
+
+    def admit(self) -> None:
+        """Takes requests that fit out of the line. Called when something has changed."""
+
+    def drain(self, *, again: bool = False) -> None:
+        """Offers running requests to other workers; `again`: also those that were offered before."""
+
+    def hand_over(self, request: Request, to: Destination) -> None:
+        """Gives a running request to another worker. Raises what makes the request fail."""
+
+    def released(self, router: RouterPort, handle: Handle | None = None) -> None:
+        """Notes that a router knows what became of a request, or of all its requests. Idempotent."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sources:
+    """The sources of one worker, one at least."""
+
+    prompts: PromptSource | None = None
+    decodes: DecodeSource | None = None
+
+    def __iter__(self) -> Iterator[Source]:
+        yield from (each for each in (self.prompts, self.decodes) if each is not None)
+
+    def of(self, request: Request) -> Source:
+        """Returns the source that holds a request."""
+        source: Source | None = self.prompts if request.for_another else self.decodes
+        assert source is not None
+        return source
+
+    @property
+    def planner(self) -> Source:
+        """Returns the source that plans the steps: the decodes, also for prompts beside them."""
+        source: Source | None = self.decodes or self.prompts
+        assert source is not None
+        return source

@@ -1,0 +1,283 @@
+"""Keeps the engine stepping: plan, launch, apply the last. Up to two steps are in flight.
+
+    launch k ────────────── wait ──────┬─ k ends: apply k ─┬─ k + 1 ends: apply …
+                                       │                   │
+             just before k's end: launch k + 1   just before its end: launch k + 2
+
+The engine computes in its own thread; while a step runs, the control loop is free. A second step is launched behind a
+decode step only, and only if waiting for its end would not bring a better one (`Source.step_behind`); the tokens it
+starts from then go from step to step inside the engine. It is launched shortly before the first one is expected to
+end: earlier, it would leave out requests that arrive while the first one computes. A sequence that turns out to have
+ended costs one discarded token. When no sequence can step, the loop sleeps until `wake`.
+
+A step that raises fails the requests in it and nobody else, each once; one whose logits are broken fails alone. Both
+may go on elsewhere (`StepFailed`). A broken engine, or a bug in the planning itself, ends `run`, and so the process.
+
+What a step brought is applied by the source of each request, unless the request or its choice has ended.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import defaultdict, deque
+from collections.abc import Callable
+from collections.abc import Sequence as SequenceOf
+from contextlib import suppress
+from dataclasses import dataclass
+
+from engine.decode_rows import DrawnTokens, objects_of
+from engine.engine_thread import EngineBroken
+from engine.sequence import Sequence
+from engine.step import BrokenLogits, Sampled, SampledToken, ScheduledSeq, Scores, StepFailed, StepResult
+from engine.thread_work import to_the_end
+from shell.telemetry.events import PrefixLookedUp, Started, StepEnded
+from shell.telemetry.logging import get_logger
+from tandem.errors import TandemError
+from tandem.types import TokenId
+from worker.budget import ChunkBudget
+from worker.parts import WorkerParts
+from worker.ports import RouterPort, TokenColumns
+from worker.releases import BlockReleases
+from worker.request import Request
+from worker.source import BatchedStep, Owner, Sources
+
+_log = get_logger(__name__)
+
+LEAD_S = 0.002
+"""How long before the expected end of a step the next one is planned: longer than planning takes."""
+
+
+@dataclass(slots=True)
+class _InFlight:
+    """A launched step."""
+
+    batched: BatchedStep
+    result: asyncio.Future[StepResult]
+    started_s: float
+    """When the engine began with the step, as far as the loop can tell."""
+
+
+class StepLoop:
+    """Runs until cancelled. All on the control loop."""
+
+    def __init__(
+        self,
+        sources: Sources,
+        parts: WorkerParts,
+        budget: ChunkBudget,
+        releases: BlockReleases,
+        owner: Owner,
+        on_step_ended: Callable[[], None],
+        *,
+        overlap: bool,
+    ) -> None:
+        """`overlap`: whether a second step may be in flight."""
+        self._sources = sources
+        self._planner = sources.planner
+        self._engine = parts.engine
+        self._cache = parts.cache
+        self._clock = parts.clock
+        self._events = parts.events
+        self._guides = parts.guides
+        self._budget = budget
+        self._releases = releases
+        self._owner = owner
+        self._on_step_ended = on_step_ended
+        self._overlap = overlap
+        self._in_flight: deque[_InFlight] = deque()
+        self._decode_s: float | None = None
+        """Duration of the last decode step; None = there was none."""
+        self._work = asyncio.Event()
+
+    def wake(self) -> None:
+        """Makes the loop look again for work."""
+        self._work.set()
+
+    async def run(self) -> None:
+        """Steps while there is work, sleeps while there is none. Ends by cancellation, or raises EngineBroken.
+
+        It does not end before every launched step has.
+        """
+        try:
+            while True:
+                self._work.clear()
+                last = self._in_flight[0] if self._in_flight else None
+                has_launched = self._launch(await self._plan(last))
+                if last is not None:
+                    await self._apply(last)
+                elif not has_launched:
+                    await self._work.wait()
+        finally:
+            await self._drain()
+
+    async def _plan(self, last: _InFlight | None) -> BatchedStep | None:
+        """Returns the next step: planned at once, or shortly before the last one ends; None = there is none."""
+        if self._guides is not None:
+            self._guides.start(self.wake)
+            if last is None:
+                await self._guides.settled()
+        if last is None:
+            return self._planner.next_step()
+        if not self._overlap or not last.batched.is_decode or self._decode_s is None:
+            return None
+        timeout_s = last.started_s + self._decode_s - LEAD_S - self._clock.now_s()
+        if timeout_s > 0:
+            await asyncio.wait({last.result}, timeout=timeout_s)
+        return None if last.result.done() else self._planner.step_behind(last.batched)
+
+    def _launch(self, batched: BatchedStep | None) -> bool:
+        """Launches a step; returns whether there was one."""
+        if batched is None:
+            return False
+        now_s = self._clock.now_s()
+        for request, _ in batched.seqs[batched.num_rows :]:
+            if request.started_s is None:
+                self._note_started(request, now_s)
+        self._releases.step_launched()
+        self._in_flight.append(_InFlight(batched, self._launched(batched), now_s))
+        return True
+
+    def _note_started(self, request: Request, now_s: float) -> None:
+        request.started_s = now_s
+        if request.owes_prefill_done and request.reads_cache:
+            request.events.emit(
+                PrefixLookedUp(len(request.spec.prefix_token_ids), request.group.prefix.num_cached_tokens)
+            )
+        request.events.emit(Started())
+        if request.for_another and self._sources.prompts is not None:
+            self._sources.prompts.started(request)
+
+    def _launched(self, batched: BatchedStep) -> asyncio.Future[StepResult]:
+        try:
+            return self._engine.launch(batched.step)
+        except Exception as error:  # noqa: BLE001 - one way out for all that goes wrong with a step
+            failed = asyncio.get_running_loop().create_future()
+            failed.set_exception(error)
+            return failed
+
+    async def _apply(self, last: _InFlight) -> None:
+        """Waits for the oldest step in flight, and applies its results."""
+        batched = last.batched
+        await asyncio.wait({last.result})  # not the future itself: a cancelled wait must leave the step alone
+        self._ended(last)
+        try:
+            result = last.result.result()
+        except EngineBroken as error:
+            self._fail(batched, error)
+            raise
+        except Exception as error:  # noqa: BLE001 - the step's root: one bad batch must not stop the others
+            _log.exception("a step failed", num_seqs=len(batched.seqs))
+            self._fail(batched, StepFailed.of(error))
+        else:
+            self._report(batched, result)
+            num_rows, objects = batched.num_rows, objects_of(batched.step.seqs)
+            if num_rows:
+                self._apply_rows(batched.seqs[:num_rows], result.outputs)
+            others = zip(batched.seqs[num_rows:], objects, result.outputs[num_rows:], strict=True)
+            for number, ((request, seq), scheduled, drawn) in enumerate(others, num_rows):
+                if not seq.is_finished:
+                    self._apply_object(request, seq, scheduled, drawn, result.scored.get(number))
+        finally:
+            self._releases.step_ended()
+        self._on_step_ended()
+
+    def _ended(self, last: _InFlight) -> None:
+        """Notes the end of the oldest step in flight. The cache hears of it before it is given blocks."""
+        self._in_flight.popleft()
+        if last.result.exception() is None:
+            seconds, num_prompt_tokens = last.result.result().seconds, last.batched.num_prompt_tokens
+            self._cache.step_ended(failed=False, seconds=seconds, num_prompt_tokens=num_prompt_tokens)
+        else:
+            self._cache.step_ended(failed=True)
+        if self._in_flight:
+            self._in_flight[0].started_s = self._clock.now_s()
+
+    def _fail(self, batched: BatchedStep, error: TandemError) -> None:
+        for request, _ in batched.seqs:
+            self._owner.end(request, error)
+
+    def _break(self, request: Request, broken: BrokenLogits) -> None:
+        """Ends a request whose logits are broken. Its KV may be the cause, so the cache forgets all of it."""
+        self._owner.end(request, broken.error(request.spec.request_id))
+        for choice in request.group.sequences:
+            self._cache.forget(request.spec.cache_salt, choice.token_ids)
+
+    def _apply_rows(self, rows: SequenceOf[tuple[Request, Sequence]], outputs: SequenceOf[tuple[Sampled, ...]]) -> None:
+        """One token for each of `rows`, whose outputs are the first ones: what `_apply` comes to, for these."""
+        if isinstance(outputs, DrawnTokens):
+            self._apply_drawn(rows, outputs.token_ids)
+            return
+        for (request, seq), (sampled,) in zip(rows, outputs, strict=False):
+            if seq.finish_reason is not None or request.has_ended:
+                continue
+            if isinstance(sampled, BrokenLogits):
+                self._break(request, sampled)
+                continue
+            seq.num_ended_tokens += 1
+            if request.take_token(seq, sampled[0]) is not None:
+                self._owner.end(request)
+
+    def _apply_drawn(self, rows: SequenceOf[tuple[Request, Sequence]], token_ids: SequenceOf[TokenId]) -> None:
+        """The same where nothing but a token came of each: told together, but for those that end with theirs."""
+        told: dict[RouterPort, TokenColumns] = defaultdict(TokenColumns)
+        ended: list[Request] = []
+        for (request, seq), token_id in zip(rows, token_ids, strict=True):
+            if seq.finish_reason is not None or request.has_ended:
+                continue
+            request.num_sampled_tokens += 1
+            finish_reason, offset = seq.append_decoded(token_id), seq.num_output_tokens - 1
+            if finish_reason is None:
+                columns = told[request.router]
+                columns.handles.append(request.handle)
+                columns.indexes.append(seq.index)
+                columns.offsets.append(offset)
+                columns.token_ids.append(token_id)
+            else:
+                request.router.token(request.handle, seq.index, offset, SampledToken(token_id, None), finish_reason)
+                ended.append(request)
+        for router, columns in told.items():
+            router.tokens(columns)
+        for request in ended:
+            self._owner.end(request)
+
+    def _apply_object(
+        self,
+        request: Request,
+        seq: Sequence,
+        scheduled: ScheduledSeq,
+        drawn: tuple[Sampled, ...],
+        scores: Scores | None,
+    ) -> None:
+        """Applies the results of one seq. The cache learns of a chunk also if the request has ended: its blocks are
+        held until all results are applied.
+        """
+        tokens = [sampled for sampled in drawn if not isinstance(sampled, BrokenLogits)]
+        if len(tokens) < len(drawn) or isinstance(scores, BrokenLogits):
+            self._break(request, BrokenLogits())
+            return
+        num_tokens = scheduled.context_len + len(scheduled.token_ids)
+        if len(scheduled.token_ids) > 1:
+            full = scheduled.block_table[: num_tokens // self._cache.pool.block_size]
+            self._cache.insert(request.spec.cache_salt, seq.token_ids, full)
+        if not request.has_ended:
+            seq.step_ended(scheduled)
+            if scores is not None:
+                request.take_scores(scores)
+            self._sources.of(request).apply(request, seq, tokens)
+
+    def _report(self, batched: BatchedStep, result: StepResult) -> None:
+        seconds = result.seconds
+        self._budget.step_took(batched.num_decodes, batched.num_prompt_tokens, seconds)
+        if batched.is_decode:
+            self._decode_s = seconds
+        self._events.emit(StepEnded(seconds, batched.num_prompt_tokens, batched.num_decodes, len(batched.seqs)))
+
+    async def _drain(self) -> None:
+        """Waits for the steps in flight, cancelled or not."""
+        while self._in_flight:
+            last = self._in_flight[0]
+            with suppress(Exception, asyncio.CancelledError):
+                await to_the_end(last.result)
+            self._ended(last)
+            self._releases.step_ended()
+            self._on_step_ended()
