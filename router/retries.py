@@ -25,7 +25,7 @@ class RetryPolicy:
     """How long a request waits for what, and how often it is tried again."""
 
     max_retries: int = 2
-    """Further pairs tried after the first. Unless it is 0, so are all workers not tried yet."""
+    """Further pairs tried after the first; beyond these, workers that were not tried yet."""
     patience_s: float = 10.0
     """Wait for a pair of workers to be there: as long as a worker takes to be replaced."""
     silence_s: float = 120.0
@@ -82,9 +82,9 @@ class Retries:
             self._num_broken += 1
         elif lost:
             self._num_lost += 1
-            return self._policy.max_retries > 0
+            return True
         self._num_failed += 1
-        return self._num_broken <= min(_MAX_REPLAYS_OF_BROKEN, self._policy.max_retries)
+        return self._num_broken <= _MAX_REPLAYS_OF_BROKEN
 
     def pause_s(self, error: TandemError) -> float:
         """Returns how long to wait before the next try, after this failure."""
@@ -98,7 +98,5 @@ class Retries:
         """Whether the pair may do better than all before: if it does not, more are blamed, so that tries end."""
         if not self.are_spent:
             return True
-        if self._policy.max_retries == 0:
-            return False
         incarnations = placement.incarnations
         return self._culprits.isdisjoint(incarnations) and not self.blamed.issuperset(incarnations)

@@ -73,10 +73,7 @@ class RouterConfig(ProcessConfig):
         text(r"\S{1,256}", "1 to 256 characters without spaces"),
     )
     chat_template: str | None = _model(
-        "chat-template",
-        None,
-        "file with the Jinja template of chats; none: the model's own",
-        none_word="none",
+        "chat-template", None, "file with the Jinja template of chats; none: the model's own", none_word="none"
     )
     model_fingerprint: str | None = _model(
         "model-fingerprint",
