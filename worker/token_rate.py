@@ -7,7 +7,7 @@ _MEMORY_STEPS = 8
 
 
 class TokenRate:
-    """The rate over the last few thousand tokens and at least eight steps: one step's noise hides what few tokens add."""
+    """The rate over the last few thousand tokens, eight steps at least: noise of one step hides what few tokens add."""
 
     def __init__(self) -> None:
         self._tokens = self._seconds = 0.0
