@@ -37,18 +37,18 @@ class RetryPolicy:
     More than one: prefill gives a token even where no hand-off works. Not much more, but enough that a request
     which ends its workers after a token or two is slowed down."""
     total_s: float = 3600.0
-    """Deadline of a request that brings none, or a later one."""
+    """Deadline of a request that brings none, or a later deadline."""
     backoff_s: float = 0.1
     """Pause before a full worker is asked again, times the number of tries; a tenth of the first pause after losses."""
 
 
 class Retries:
-    """Of one request, since it last made progress."""
+    """Tries of a request since its last progress."""
 
     def __init__(self, policy: RetryPolicy) -> None:
         self._policy = policy
         self.blamed: set[Incarnation] = set()
-        """Workers that failed it: asked again only where there are no others."""
+        """Workers that failed the request: asked again only where no others exist."""
         self._culprits: set[Incarnation] = set()
         """Workers that failed the request on their own, not in a hand-off."""
         self._num_failed = 0

@@ -253,7 +253,7 @@ _ALL: tuple[type[Any], ...] = (RouterConfig, PrefillConfig, DecodeConfig, Elasti
 
 
 def add_arguments(parser: argparse.ArgumentParser, cls: type[Any]) -> None:
-    """Adds the options of `cls`, and refuses those that were removed."""
+    """Adds the options of `cls`, and refuses removed options."""
     options.add_arguments(parser, cls, REMOVED)
 
 
