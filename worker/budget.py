@@ -27,7 +27,7 @@ from collections.abc import Iterable
 from worker.token_rate import TokenRate
 
 FEW_STEPS = 2.2
-"""Shortest decode steps, without unit. Set by `bench.simulate` (decode-heavy loads, 2026-11-23): 2.0 attain 3 % less."""
+"""Shortest decode steps, without unit. Set by `bench.simulate` (decode-heavy, 2026-11-23): 2.0 attains 3 % less."""
 FIXED_TIMES = 4
 """Fixed costs in a mixed step and its chunk, without unit: prompts get two thirds of what their tokens alone would,
 though the fixed cost may be taken for a third too little. Set by `tests/unit/worker/test_fixed_cost.py`."""
