@@ -45,7 +45,7 @@ class Deployment:
 
 
 _PAIR = ("--prefill", "1", "--decode", "1")
-_ELASTIC = ("--roles", "auto", "--workers", "2", "--chunk-tokens", "64")
+_ELASTIC = ("--workers", "2", "--chunk-tokens", "64")
 _ALONE = ("--prefill", "0", "--decode", "1", "--local-prefill-tokens", "unlimited")
 DEPLOYMENTS = (
     Deployment("shm", (*_PAIR, "--transport", "shm"), 0, 2),

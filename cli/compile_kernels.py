@@ -7,7 +7,6 @@ import re
 from pathlib import Path
 
 from cli.command import Subparsers, add_command
-from models.files.checkpoint import resolve_model
 from shell.config import DecodeConfig, add_arguments, load
 from tandem.errors import ConfigError
 
@@ -39,11 +38,9 @@ def run(namespace: argparse.Namespace) -> int:
     config = load(DecodeConfig, namespace)
     try:
         from engine.kernel_cache import fill_kernel_cache
-        from engine.loading import EngineOptions
     except ModuleNotFoundError as error:
         raise ConfigError("tandem compile", f"needs {error.name}; install the extra `gpu`") from error
-    options = EngineOptions.of_worker(config, resolve_model(config.model), shared_kv=False)
-    for each in fill_kernel_cache(options, namespace.arch, namespace.cache):
+    for each in fill_kernel_cache(config, namespace.arch, namespace.cache):
         print(f"sm_{each.arch}: {each.num_compiled} kernels compiled, {each.num_found} were there")
     return 0
 

@@ -63,7 +63,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _refuse(unknown: Sequence[str], parser: argparse.ArgumentParser) -> NoReturn:
     """Ends the process, with the option that may be meant."""
     name = next((each for each in unknown if each.startswith("-")), unknown[0]).partition("=")[0]
-    known = [flag for action in parser._actions for flag in action.option_strings]
+    shown = (action for action in parser._actions if action.help is not argparse.SUPPRESS)
+    known = [flag for action in shown for flag in action.option_strings]
     close = difflib.get_close_matches(name, known, n=1)
     meant = f"did you mean {close[0]}?" if close else f"`{parser.prog} --help` lists what there is"
     parser.exit(EXIT_BAD_CONFIG, f"{parser.prog}: error: {name}: no such option; {meant}\n")

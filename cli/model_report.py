@@ -21,9 +21,9 @@ from tandem.kv_layout import DType, KvLayout, QuantDType
 _GIB = 1024**3
 _MIB = 1024**2
 _ROUNDED_BYTES = {"int8": 1.0, "fp8": 1.0, "int4": 0.5 + 4 / 32}
-"""Of a weight under `--quantize`, its share of a scale included."""
+"""Bytes of a weight under `--quantize`, its share of a scale included."""
 _MXFP4_GROWTH = 2.0
-"""Of its files, when they are loaded: four bits become eight."""
+"""Growth of MXFP4 weights when they are loaded: four bits become eight."""
 Row = tuple[str, str]
 
 
@@ -96,12 +96,11 @@ def _memory(found: Servable, layout: KvLayout, weight_bytes: float, config: Deco
     if find_spec("torch") is None:
         return
     from engine.loading import resolve_device
-    from engine.memory import Sharing, available_memory_bytes, blocks_that_fit, check_memory, seqs_of
+    from engine.memory import available_memory_bytes, blocks_that_fit, check_memory, seqs_of
 
     device = resolve_device(config.device)
-    sharing = Sharing(config.device_workers, config.host_workers)
     most_tokens = seqs_of(config.max_seqs, device) * context
-    num_blocks = config.kv_blocks or blocks_that_fit(layout, config.kv_memory_bytes, device, most_tokens, sharing)
+    num_blocks = blocks_that_fit(config, layout, device, most_tokens)
     check_memory(layout, num_blocks, device)
     pool_bytes, available = num_blocks * layout.block_bytes, available_memory_bytes(device)
     num_tokens = num_blocks * layout.block_size

@@ -33,7 +33,7 @@ from shell.clock import MonotonicClock
 from shell.config import HttpDoorConfig, ServeConfig, add_arguments, argv_of, environment, load
 from shell.core_order import neighbouring_cores
 from shell.cores import plan_cores, share_all_cores
-from shell.gpus import DevicePlan, DeviceShare, find_gpu, find_gpus, plan_devices
+from shell.gpus import DevicePlan, DeviceShare, find_gpus, plan_devices
 from shell.host_memory import available_host_bytes
 from shell.rpc.address import is_taken, local_address
 from shell.rpc.process import StopSignal, run_process
@@ -46,6 +46,8 @@ from tandem.security.options import client_side
 
 _log = get_logger(__name__)
 
+_ALL_GPUS = (("auto",), ("cuda",))
+"""Values of `--device` that mean every GPU."""
 STOP_MARGIN_S = 5.0
 """Time beyond a child's own drain grace after which it is killed."""
 _ANY_PORT = "127.0.0.1:0"
@@ -70,7 +72,7 @@ def add_parser(subparsers: Subparsers) -> None:
 
 
 def run(namespace: argparse.Namespace) -> int:
-    """Serves until told to stop; returns the exit code. Raises ConfigError, CheckpointError."""
+    """Serves until a stop signal; returns the exit code. Raises ConfigError, CheckpointError."""
     config = load(ServeConfig, namespace)
     check_fleet(config)
     check_http(config)
@@ -108,7 +110,7 @@ class _Server:
         self._shared_listen: str | None = None
         self._held_ports = contextlib.ExitStack()
         self._workers: list[Supervisor] = []
-        lends = config.lend_cores and config.decode_worker.threads is None and sys.platform == "linux"
+        lends = config.decode_worker.threads is None and sys.platform == "linux"
         self._ledger = CoreLedger(self._cores) if lends else None
         self._stopping = False
 
@@ -169,7 +171,7 @@ class _Server:
         return f"{host}:{held.getsockname()[1]}"
 
     async def stop(self) -> None:
-        """Router first, so that what runs can finish on the workers."""
+        """Ends the routers first, so that requests that run can finish on the workers."""
         self._stopping = True
         if self._http is not None:
             await self._http.stop()
@@ -186,7 +188,7 @@ class _Server:
                 supervisor.kill()
 
     def _supervise(self, spec: ChildSpec, start: Callable[[], Child], connect: Connect | None = None) -> Supervisor:
-        policy = RestartPolicy(MonotonicClock(), max_delay_s=self._config.max_restart_delay_s)
+        policy = RestartPolicy(MonotonicClock())
         supervisor = Supervisor(spec.name, start, connect or self._connect, policy, spec.stop_grace_s)
         if self._stopping:  # a cancelled `start` goes on if Python 3.11's `wait_for` ends just then
             supervisor.kill()
@@ -210,20 +212,16 @@ async def _call_when_ready(worker: Supervisor, started: progress.Step) -> None:
 
 
 def check_fleet(config: ServeConfig) -> None:
-    """Raises ConfigError if these workers together could never serve, or an option is of the other kind of fleet."""
-    if not config.is_static:
-        for flag in config.of_static:
-            raise ConfigError(flag, "is of --roles static; with --roles auto say --workers")
-        return
-    if config.num_workers is not None:
-        raise ConfigError("--workers", "is of --roles auto; with --roles static say --prefill and --decode")
+    """Raises ConfigError if these workers together could never serve, or are of both kinds of fleet."""
+    if config.is_static and config.num_workers is not None:
+        raise ConfigError("--workers", "counts elastic workers; with --prefill or --decode there are none")
     if config.num_prefill == 0 and config.decode_worker.local_prefill_tokens is not None:
         raise ConfigError("--prefill", "0 prefill workers need --local-prefill-tokens unlimited")
 
 
 @dataclass(frozen=True, slots=True)
 class ChildSpec:
-    """One child: `python -m MODULE ARG…` on its share of the cores."""
+    """A child: `python -m MODULE ARG…` on its share of the cores."""
 
     name: str
     module: str
@@ -234,7 +232,7 @@ class ChildSpec:
     gpus: tuple[str, ...] = ()
     """GPUs that it sees, its own first; empty = those that this process sees."""
     loan: str | None = None
-    """Cores of another worker that it may borrow."""
+    """Cores of another worker that the child may borrow."""
 
 
 def router_spec(
@@ -253,7 +251,7 @@ def router_spec(
 
 
 def http_spec(config: ServeConfig, listen: str, router: str, cores: Sequence[int]) -> ChildSpec:
-    """The HTTP door in front of the router at `router`."""
+    """Returns the HTTP door in front of the router at `router`."""
     template, as_json = config.router.chat_template, config.router.log_format == "json"
     of_router = (*([f"chat-template={template}"] if template else ()), *(["log-json"] if as_json else ()))
     door = HttpDoorConfig(
@@ -261,38 +259,31 @@ def http_spec(config: ServeConfig, listen: str, router: str, cores: Sequence[int
         router=router,
         gateway=(*of_router, *config.http_gateway),
         drain_grace_s=config.router.drain_grace_s,
-        max_receive_bytes=config.router.max_receive_bytes,
+        max_receive_bytes=config.router.limits.max_message_bytes,
         security=client_side(config.router.security),
     )
     return ChildSpec("http", "cli.http_door", tuple(argv_of(door)), tuple(cores), 0, door.drain_grace_s + STOP_MARGIN_S)
 
 
 def fleet_devices(config: ServeConfig, gpus: Sequence[str]) -> DevicePlan:
-    """What each worker computes on, of `gpus`; without any, as `--device` says. Raises ConfigError."""
-    counts, device = _counts(config, gpus), config.decode_worker.device
-    lists = (config.prefill_devices, config.decode_devices)
-    if any(lists):
-        if device != "auto":
-            raise ConfigError("--device", "excludes --prefill-devices and --decode-devices")
-        return plan_devices(gpus, *counts, *lists)
-    if device == "cpu" or not gpus:
-        return DevicePlan(*((DeviceShare(device),) * count for count in counts))
-    if device in ("auto", "cuda"):
-        return plan_devices(gpus, *counts)
-    own = (find_gpu("--device", device, gpus),)
-    return plan_devices(gpus, *counts, *(own if count else () for count in counts))
+    """Returns what each worker computes on, of `gpus`; without any, as `--device` says. Raises ConfigError."""
+    counts, devices = _counts(config, gpus), config.devices
+    if len(devices) == 1 and (devices == ("cpu",) or not gpus):
+        return DevicePlan(*((DeviceShare(devices[0]),) * count for count in counts))
+    return plan_devices(gpus, *counts, () if devices in _ALL_GPUS else devices)
 
 
 def _counts(config: ServeConfig, gpus: Sequence[str]) -> tuple[int, int]:
-    """Prefill workers and those that decode, which with elastic roles are all."""
+    """Returns the numbers of prefill workers and of workers that decode; elastic workers all decode."""
     if config.is_static:
         return 1 if config.num_prefill is None else config.num_prefill, config.num_decode or 1
-    on_gpus = len(gpus) if config.decode_worker.device in ("auto", "cuda") else 0
-    return 0, config.num_workers or on_gpus or DEFAULT_CPU_WORKERS
+    on_cpus = config.devices == ("cpu",)
+    num_devices = len(gpus if config.devices in _ALL_GPUS else () if on_cpus else config.devices)
+    return 0, config.num_workers or num_devices or DEFAULT_CPU_WORKERS
 
 
 def check_host_memory(config: ServeConfig, devices: DevicePlan, available_bytes: int | None) -> None:
-    """Raises ConfigError if what all workers are told to take of host memory is not there; each sees all of it."""
+    """Raises ConfigError if the claims of all workers together exceed the available host memory."""
     shares = (*devices.prefill, *devices.decode)
     worker = config.decode_worker
     in_host = 0 if devices.on_gpus else len(shares)  # of workers on CPUs beside GPUs, each checks its own

@@ -16,10 +16,9 @@ from decode_worker.scheduler import StepLimits
 from decode_worker.worker import new_decode_worker
 from engine.graphs import MAX_CAPTURED_SEQS
 from engine.guides import Guides
-from engine.loading import Engine, EngineOptions
+from engine.loading import Engine, EngineRole
 from kvtransfer.receiver import KvReceiver
 from kvtransfer.ticket import MAX_BLOCKS
-from kvtransfer.timing import Timing
 from kvtransfer.transports import CUDA_IPC, SHM
 from models.grammar import GrammarCompiler
 from shell.config import DecodeConfig
@@ -40,15 +39,12 @@ def run(config: DecodeConfig) -> int:
 async def serve(config: DecodeConfig, tracer: Tracer | None, stop: StopSignal) -> None:
     """Loads, serves and drains one worker. Raises ConfigError, CheckpointError."""
     base = Foundation.lay(_role(config), config, tracer)
-    options = EngineOptions.of_worker(
-        config,
-        base.checkpoint.path,
+    engine_role = EngineRole(
         shared_kv=SHM in base.transports,
         device_shared_kv=CUDA_IPC in base.transports,
+        graph_seqs=MAX_CAPTURED_SEQS if config.cuda_graph_seqs is None else config.cuda_graph_seqs,
     )
-    graph_seqs = MAX_CAPTURED_SEQS if config.cuda_graph_seqs is None else config.cuda_graph_seqs
-    options = replace(options, graph_seqs=min(options.max_seqs, graph_seqs))
-    async with base.engine(options, stop) as engine:
+    async with base.engine(engine_role, stop) as engine:
         info = replace(
             base.info(engine),
             local_prefill_tokens=announced_local_tokens(config),
@@ -66,7 +62,6 @@ async def serve(config: DecodeConfig, tracer: Tracer | None, stop: StopSignal) -
             # Senders reach the KV endpoint at the host where routers reach the worker.
             advertise_host=_host_of(advertised_address(config.listen, config.advertise, 1)),
             tls=base.security.incoming.tls,
-            timing=Timing(lease_s=config.lease_s),
         )
         sender, guides = base.sender(engine), Guides(GrammarCompiler.of(base.checkpoint))
         policy = _policy(config, engine, info.max_sequence_tokens)

@@ -31,6 +31,7 @@ from engine.sequence import Sequence, new_block_table
 from engine.step import DrawnTokens, SampledToken
 from kvtransfer.base import Receiver, Sender
 from prefill_worker.prompts import Prompts
+from shell.telemetry.events import BlocksReserved, PrefixLookedUp
 from tandem.errors import InvalidRequest, PrefixNotHeld, TandemError
 from tandem.first_tokens import FirstTokens
 from tandem.types import BlockId, GroupSpec, Handle, WaitReason, WorkerLoad
@@ -69,8 +70,7 @@ class Decodes:
         self._transfers = IncomingTransfers(
             parts.cache, receiver, parts.clock, self, policy.transfers, parts.validator.vocab_size
         )
-        arriving = self._transfers.requests
-        self._batch = RunningBatch(parts.cache, policy.limits, growth, budget, releases, arriving, prompts)
+        self._batch = RunningBatch(parts.cache, policy.limits, growth, budget, releases, prompts)
         self._admission = Admission(policy, parts.cache, growth, self._batch, self._transfers, prompts, parts.engine)
         self._queue = self._admission.queue
         self._hand_overs = HandOvers(self._batch, parts.cache, sender, owner.end, owner.changed)
@@ -161,8 +161,8 @@ class Decodes:
                 else:
                     offer, prefix = self._transfers.offer(request), request.group.prefix
                     self._admission.handoff_started(request)
-                    request.observer.reserved()
-                    request.observer.looked_up(prefix.num_tokens, prefix.num_cached_tokens)
+                    request.events.emit(BlocksReserved())
+                    request.events.emit(PrefixLookedUp(prefix.num_tokens, prefix.num_cached_tokens))
                     request.router.reserved(request.handle, offer.ticket, offer.endpoint, prefix.num_cached_tokens)
             except TandemError as error:
                 self._owner.end(request, error)

@@ -27,6 +27,7 @@ from engine.prefix_cache import PrefixCache
 from engine.sequence import new_block_table
 from kvtransfer.base import BlockRefs, Offer, Receiver
 from shell.clock import Clock, Deadline
+from shell.telemetry.events import Transferred, TransferStarted
 from shell.telemetry.logging import get_logger
 from tandem.errors import FrameError, Overloaded, TandemError, TicketRefused, TransferError
 from tandem.first_tokens import FirstTokens, NextTokens, decode_first_tokens
@@ -177,7 +178,7 @@ class IncomingTransfer:
         self._advance(TransferState.RECEIVING)
         self._all.pool.start_receiving(self._block_ids)
         self._shown_s = self._all.clock.now_s()
-        self._request.observer.transfer_started()
+        self._request.events.emit(TransferStarted())
 
     def on_committed(self, first_token_payload: bytes) -> None:
         """Hands the verified blocks to the owner, or frees them if the request is gone or the payload is bad."""
@@ -193,7 +194,7 @@ class IncomingTransfer:
             self._release()
             self._all.owner.transfer_failed(request, error)
             return
-        request.observer.transferred(0, self._all.clock.now_s() - self._shown_s, None)
+        request.events.emit(Transferred(0, self._all.clock.now_s() - self._shown_s, None))
         try:
             self._all.owner.received(request, self._block_ids, first_tokens)
         except Exception as error:  # noqa: BLE001 - a bug, and this request's alone

@@ -8,13 +8,12 @@ from pathlib import Path
 
 import torch
 
-from engine.loading import EngineOptions, layout_of
+from engine.loading import layout_of, load
 from engine.warm_up import StepSizes, warm_up
 from kernels import triton
-from kernels.quantized import QuantForm
 from kernels.step_inputs import DecodeRows, load_rows
 from kernels.triton.absent_gpu import compile_instead, pretend
-from models.loading import load_model
+from shell.config import WorkerConfig
 
 _SIZES = StepSizes(chunk_tokens=512, max_seqs=68, context_tokens=1024)
 """Small, for a CPU multiplies here: which kernels there are depends on the model, once steps go beyond one split,
@@ -31,24 +30,21 @@ class Filled:
     """That the cache had already."""
 
 
-def fill_kernel_cache(options: EngineOptions, archs: Sequence[int], cache: Path) -> list[Filled]:
+def fill_kernel_cache(config: WorkerConfig, archs: Sequence[int], cache: Path) -> list[Filled]:
     """Compiles for each of `archs` what a worker with these options compiles at start, into the folder `cache`.
 
     Loads the weights into host memory. This process can launch no Triton kernel afterwards.
     Raises ConfigError and CheckpointError.
     """
     cpu, kernels = torch.device("cpu"), triton.load()
-    form = None if options.quantize is None else QuantForm(options.quantize)
-    model = load_model(
-        options.model_path, options.dtype, cpu, kernels, form, options.model_impl, options.context_tokens
-    )
+    model = load(config, cpu, kernels)
     found, filled = compile_instead(cache), []
     for arch in archs:
         pretend(arch)
         found.clear()
-        warm_up(model, kernels, layout_of(options, model), _SIZES)
+        warm_up(model, kernels, layout_of(config, model), _SIZES)
         rows = DecodeRows.empty(1, 1, cpu)
-        load_rows(rows, rows.token_ids, rows.seq_lens, rows.block_tables, 1, options.block_size)  # a captured step's
+        load_rows(rows, rows.token_ids, rows.seq_lens, rows.block_tables, 1, config.block_size)  # a captured step's
         num_found = sum(count for (_, is_found), count in found.items() if is_found)
         filled.append(Filled(arch, found.total() - num_found, num_found))
     return filled

@@ -9,11 +9,11 @@ that leaves room for the others, as many as it was told of.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
+from shell.config import WorkerConfig
 from shell.host_memory import available_host_bytes
 from tandem.errors import ConfigError
 from tandem.kv_layout import KvLayout
@@ -33,19 +33,6 @@ GPU_SHARE = 0.9
 """Of a GPU all its workers take so much, their steps included: CUDA graphs and transports need the rest."""
 
 
-@dataclass(frozen=True, slots=True)
-class Sharing:
-    """Whom a worker shares memory with, itself included."""
-
-    device_workers: int = 2
-    """Workers on its GPU."""
-    host_workers: int | None = None
-    """Workers on its machine; None = a prefill and a decode worker on each of its GPUs, or on its CPU."""
-
-
-_WITH_A_PEER = Sharing()
-
-
 def seqs_of(asked: int, device: torch.device) -> int:
     """Returns the sequences of a batch: as many as were asked for, or for 0 by the memory of the device."""
     if asked:
@@ -63,27 +50,30 @@ def available_memory_bytes(device: torch.device, root: Path = Path("/")) -> int:
 
 
 def blocks_that_fit(
+    config: WorkerConfig,
     layout: KvLayout,
-    memory_bytes: int | None,
     device: torch.device,
     max_tokens: int,
-    sharing: Sharing = _WITH_A_PEER,
     root: Path = Path("/"),
     *,
     step_bytes: int = 0,
 ) -> int:
-    """Blocks for a KV cache of `memory_bytes`; None = the default share, less `step_bytes` that steps take beside it.
+    """Returns the blocks of the pool that the options ask for, else of the default share less `step_bytes` for steps.
 
     The default never takes more than `max_tokens` tokens need, so that a tiny model does not
     fill the machine. `root`: see `available_memory_bytes`. Raises ConfigError if not even one block fits.
     """
-    if memory_bytes is not None:
-        num_blocks = memory_bytes // layout.block_bytes
+    if config.kv_blocks is not None:
+        if config.kv_memory_bytes is not None:
+            raise ConfigError("--kv-blocks", "and --kv-memory exclude each other")
+        return config.kv_blocks
+    if config.kv_memory_bytes is not None:
+        num_blocks = config.kv_memory_bytes // layout.block_bytes
     else:
         if device.type == "cuda":
-            share_bytes = available_memory_bytes(device) * GPU_SHARE / sharing.device_workers - step_bytes
+            share_bytes = available_memory_bytes(device) * GPU_SHARE / config.device_workers - step_bytes
         else:
-            share_bytes = min(_host_share_bytes(sharing.host_workers or 2, root), CPU_CAP_BYTES)
+            share_bytes = min(_host_share_bytes(config.host_workers or 2, root), CPU_CAP_BYTES)
         num_blocks = min(int(max(share_bytes, 0)) // layout.block_bytes, layout.blocks_for(max_tokens))
     if num_blocks < 1:
         raise ConfigError(
@@ -92,17 +82,12 @@ def blocks_that_fit(
     return num_blocks
 
 
-def ring_rows_for(
-    layout: KvLayout,
-    num_blocks: int,
-    ring_bytes: int | None,
-    sharing: Sharing = _WITH_A_PEER,
-    root: Path = Path("/"),
-) -> int:
-    """Rows of a block each in a host ring of `ring_bytes`; None = by the size of the pool, within the default share.
+def ring_rows_for(config: WorkerConfig, layout: KvLayout, num_blocks: int, root: Path = Path("/")) -> int:
+    """Returns the rows of a block each in the host ring: by the options, else by the pool, within the default share.
 
     Raises ConfigError if it holds fewer than MIN_RING_ROWS.
     """
+    ring_bytes = config.host_ring_bytes
     if ring_bytes is not None:
         if ring_bytes < MIN_RING_ROWS * layout.block_bytes:
             raise ConfigError(
@@ -111,7 +96,7 @@ def ring_rows_for(
         return ring_bytes // layout.block_bytes
     pool_bytes = num_blocks * layout.block_bytes
     wanted_bytes = min(max(pool_bytes * RING_SHARE, MIN_RING_BYTES), MAX_RING_BYTES, pool_bytes)
-    share_bytes = _host_share_bytes(sharing.host_workers or 2 * _num_gpus(root), root)
+    share_bytes = _host_share_bytes(config.host_workers or 2 * _num_gpus(root), root)
     return max(MIN_RING_ROWS, int(min(wanted_bytes, share_bytes)) // layout.block_bytes)
 
 

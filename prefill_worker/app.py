@@ -7,14 +7,11 @@ Knows every part and decides nothing about prompts (see `worker`).
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from opentelemetry.trace import Tracer
 
 from engine.guides import Guides
-from engine.loading import EngineOptions
+from engine.loading import EngineRole
 from models.grammar import GrammarCompiler
-from prefill_worker.outgoing_transfer import OutgoingPolicy
 from prefill_worker.prompt_line import LineLimits
 from prefill_worker.prompts import PromptPolicy
 from prefill_worker.worker import new_prefill_worker
@@ -32,16 +29,9 @@ def run(config: PrefillConfig) -> int:
 async def serve(config: PrefillConfig, tracer: Tracer | None, stop: StopSignal) -> None:
     """Loads, serves and drains one worker. Raises ConfigError, CheckpointError."""
     base = Foundation.lay(Role.PREFILL, config, tracer)
-    options = EngineOptions.of_worker(config, base.checkpoint.path, shared_kv=False)
-    options = replace(options, prefills_only=True)
-    async with base.engine(options, stop) as engine:
+    async with base.engine(EngineRole(prefills_only=True), stop) as engine:
         sender, guides = base.sender(engine), Guides(GrammarCompiler.of(base.checkpoint))
-        policy = PromptPolicy(
-            LineLimits(engine.max_seqs),
-            engine.max_sequence_tokens,
-            engine.chunk_tokens.alone,
-            OutgoingPolicy(overlap=config.overlap),
-        )
+        policy = PromptPolicy(LineLimits(engine.max_seqs), engine.max_sequence_tokens, engine.chunk_tokens.alone)
         try:
             worker = new_prefill_worker(base.parts(engine, guides), sender, policy)
             await base.serve(worker, base.info(engine), stop, engine.cache)

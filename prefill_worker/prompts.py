@@ -29,8 +29,9 @@ from engine.beam_group import candidates_of
 from engine.sequence import Sequence
 from engine.step import SampledToken, Step
 from kvtransfer.base import Sender, TransferReport
-from prefill_worker.outgoing_transfer import OutgoingPolicy, OutgoingTransfer
+from prefill_worker.outgoing_transfer import OutgoingTransfer
 from prefill_worker.prompt_line import LineLimits, PromptLine
+from shell.telemetry.events import Transferred
 from tandem.errors import Overloaded, TandemError
 from tandem.first_tokens import encode_first_tokens
 from tandem.types import GroupSpec, WaitReason, WorkerLoad
@@ -48,13 +49,12 @@ PATIENCE_S = 1.0
 
 @dataclass(frozen=True, slots=True)
 class PromptPolicy:
-    """Caps, and how blocks are handed over."""
+    """Caps."""
 
     limits: LineLimits
     max_sequence_tokens: int
     chunk_tokens: int = 0
     """Prompt tokens of a step; beside decodes, the chunk budget says how many."""
-    outgoing: OutgoingPolicy = OutgoingPolicy()  # noqa: RUF009 - it is frozen
 
 
 class Prompts:
@@ -129,7 +129,7 @@ class Prompts:
     def add(self, request: Request) -> None:
         """See `Source`."""
         assert self._sender is not None
-        transfer = OutgoingTransfer(request, self._sender, self._pool, self._policy.outgoing, self)
+        transfer = OutgoingTransfer(request, self._sender, self._pool, self)
         self._live[request] = None
         self._transfers[request] = transfer
         transfer.start()
@@ -285,7 +285,7 @@ class Prompts:
         if request not in self._live:
             return  # it was released just now
         request.router.handoff_done(request.handle, report.num_bytes, report.seconds)
-        request.observer.transferred(report.num_bytes, report.seconds, report.transport)
+        request.events.emit(Transferred(report.num_bytes, report.seconds, report.transport))
         self._owner.end(request)
 
     def request_failed(self, request: Request, error: TandemError) -> None:

@@ -23,7 +23,7 @@ from router.faces.vllm.servicer import VllmServicer, vllm_service
 from router.generation import Rooms
 from router.grammar_check import GrammarCheck
 from router.metrics import RouterMetrics
-from router.request_spans import request_spans
+from router.request_spans import RequestSpans
 from router.retries import RetryPolicy
 from router.status import FEWEST_ACTIVE, RouterStatus
 from router.tokenization import Tokenization
@@ -36,11 +36,11 @@ from shell.clock import Clock, MonotonicClock
 from shell.config import RouterConfig
 from shell.rpc.process import StopSignal, run_process
 from shell.rpc.server import RpcServer, Service
+from shell.telemetry.events import ProcessEvents, RouterEvents, RouterListener
 from shell.telemetry.logging import configure_logging
 from shell.telemetry.loop_lag import LoopLag
 from shell.telemetry.metric import Process
 from shell.telemetry.metrics import Metrics
-from shell.telemetry.observers import RouterObserver, router_observers
 from shell.telemetry.recent_latencies import RecentLatencies
 from shell.telemetry.tracing import tracing
 from tandem.security.credentials import Outgoing, Security
@@ -60,7 +60,7 @@ threshold, 700, a sixth of the router's time went into looking through them."""
 
 
 class Router:
-    """One router's parts, wired; what `serve` runs and tests look into."""
+    """A router's parts, wired: `serve` runs them, tests look into them."""
 
     def __init__(
         self,
@@ -70,12 +70,12 @@ class Router:
         policy: RetryPolicy | None = None,
         stall_s: float = _STALL_S,
         rng: Random | None = None,
-        observer: RouterObserver | None = None,
+        listener: RouterListener | None = None,
         tracer: Tracer | None = None,
     ) -> None:
         """Reads the checkpoint and wires the rooms. Raises CheckpointError, ConfigError. Call inside an event loop.
 
-        `observer` hears of every request, and so do the router's metrics; `tracer` makes its spans.
+        `listener` hears of every request, and so do the router's metrics; `tracer` makes its spans.
         """
         self.config, self.clock = config, clock or MonotonicClock()
         self._security = Security.load(config.security, config.ports)
@@ -83,7 +83,8 @@ class Router:
         checkpoint = read.called(config.served_model_names)
         self.metrics, self.recent = Metrics(Process.ROUTER, checkpoint.name), RecentLatencies(self.clock)
         counting = RouterMetrics(self.metrics, self.recent, self.clock)
-        observers = router_observers([*request_spans(tracer, checkpoint.name), counting, *filter(None, [observer])])
+        spans, others = RequestSpans(tracer, checkpoint.name), () if listener is None else (listener,)
+        events: RouterEvents = ProcessEvents(spans.hear, counting.hear, *others)
         self.tokenization = _load_tokenization(config, checkpoint)
         self.workers = Workers(
             read.name,
@@ -99,9 +100,9 @@ class Router:
         self.queue = AdmissionQueue(
             config.max_active_requests or FEWEST_ACTIVE, config.max_queued_requests, config.max_queued_tokens
         )
-        policy = policy or RetryPolicy(max_retries=config.max_retries, patience_s=config.patience_s)
+        policy = policy or RetryPolicy(patience_s=config.patience_s)
         admission = Admission(self.queue, self.clock)
-        rooms = Rooms(self.workers, admission, self.clock, policy, observers, config.stream_interval_s)
+        rooms = Rooms(self.workers, admission, self.clock, policy, counting, spans, events, config.stream_interval_s)
         unread = Unread(self.clock, config.max_unread_bytes, config.max_unread_s)
         self.grammars = GrammarCheck(checkpoint.path)
         self.entrance = Entrance(
@@ -115,7 +116,7 @@ class Router:
             config.listen,
             self._services(checkpoint, self._security.outgoing),
             incoming=self._security.incoming,
-            max_receive_bytes=config.max_receive_bytes,
+            max_receive_bytes=config.limits.max_message_bytes,
             metrics=self.metrics,
             tracer=tracer,
             shared_listen=config.shared_listen,

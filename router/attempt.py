@@ -29,7 +29,7 @@ from router.placement import Placement
 from router.worker_link import WorkerLink
 from router.workers import Workers
 from shell.clock import Clock
-from shell.telemetry.observers import RequestObserver
+from shell.telemetry.events import KvArrived, PromptComputed, RequestEvents
 from tandem.convert import group_to_proto
 from tandem.errors import InvalidOutput, Reason, TandemError, TransferError, Unavailable
 from tandem.lifecycle import RequestState
@@ -48,7 +48,7 @@ class Attempt:
         placement: Placement,
         workers: Workers,
         delivery: Delivery,
-        observer: RequestObserver,
+        events: RequestEvents,
         clock: Clock,
         arrived_s: float,
         silence_s: float,
@@ -64,7 +64,7 @@ class Attempt:
         self._source = source
         self._workers = workers
         self._delivery = delivery
-        self._observer = observer
+        self._events = events
         self._clock = clock
         self._arrived_s = arrived_s
         self._silence_s = silence_s
@@ -290,7 +290,7 @@ class Attempt:
         """
         if cached_tokens > (num_prompt_tokens := len(self._group.prompt_token_ids)):
             raise InvalidOutput(f"{cached_tokens} cached tokens of a prompt of {num_prompt_tokens}")
-        self._observer.prompt_computed(self._sent_s - self._arrived_s + queue_s, prefill_s, cached_tokens)
+        self._events.emit(PromptComputed(self._sent_s - self._arrived_s + queue_s, prefill_s, cached_tokens))
         self._computed = True
         self._hear(sender, wake=True)
 
@@ -301,7 +301,7 @@ class Attempt:
             if self._source is not None:
                 self._release(self._prefill)  # the worker that drains waits for this
         self._awaited.clear()
-        self._observer.handed_over(num_bytes, seconds)
+        self._events.emit(KvArrived(num_bytes, seconds))
         self._attached = True
         self._hear(sender, wake=True)
 

@@ -16,10 +16,12 @@ from collections.abc import Sequence
 from router.choice_stream import MAX_OUTPUT_WEIGHT, ChoiceOutput, ChoiceStream
 from router.metrics import Summary
 from router.prompt_logprobs import PromptLogprobs
-from shell.telemetry.observers import RequestObserver
+from shell.telemetry.events import RequestEvents, TokensArrived
 from tandem.errors import InvalidOutput, TandemError
 from tandem.types import ChoiceSpec, FinishReason, TokenDelta, TokenLogprobs
 
+_ONE_TOKEN = TokensArrived(1)
+"""The most frequent event, made once: 0.2 µs per token."""
 _BYTES_PER_WEIGHT = 100
 """Memory of a token with its text, and about that of a log-probability."""
 
@@ -33,7 +35,7 @@ class Delivery:
     def __init__(
         self,
         choices: Sequence[ChoiceStream],
-        observer: RequestObserver,
+        events: RequestEvents,
         prompt_logprobs: PromptLogprobs | None = None,
         interval_s: float = 0.0,
     ) -> None:
@@ -46,9 +48,9 @@ class Delivery:
         self._pauses = False
         self._prompt_logprobs = prompt_logprobs
         self._choices = {choice.index: choice for choice in choices}
-        self._observer = observer
+        self._events = events
         self._open = dict(self._choices)
-        """Those without their last token."""
+        """Choices without their last token."""
         self._unread: dict[int, ChoiceStream] = {}
         """By index, in the order in which they came to have something new."""
         self._summary: Summary | None = None
@@ -61,7 +63,7 @@ class Delivery:
         self.is_gathered = False
         """Whether the reader takes nothing before the end."""
         self._written_weight = 0
-        """Of the output that was read last, until the next is asked for."""
+        """Weight of the output that was read last, until the next is asked for."""
 
     @property
     def being_written(self) -> bool:
@@ -88,12 +90,12 @@ class Delivery:
 
     @property
     def open_choices(self) -> tuple[ChoiceSpec, ...]:
-        """Those not finished, as workers are to resume them."""
+        """Unfinished choices, as workers resume them."""
         return tuple(each.spec for each in self._open.values())
 
     @property
     def finish_reasons(self) -> tuple[FinishReason, ...]:
-        """Of the choices that are finished, by index."""
+        """Reasons of the finished choices, by index."""
         return tuple(each.finish_reason for each in self._choices.values() if each.finish_reason is not None)
 
     @property
@@ -107,7 +109,7 @@ class Delivery:
         return sum(each.num_tokens for each in self._choices.values())
 
     def num_tokens_of(self, index: int) -> int:
-        """Tokens in order of one choice."""
+        """Returns the number of tokens of a choice that have come in order."""
         return self._choices[index].num_tokens
 
     def push_prompt_logprobs(self, offset: int, logprobs: Sequence[TokenLogprobs]) -> None:
@@ -132,7 +134,7 @@ class Delivery:
             raise InvalidOutput("a first token before all log-probabilities of the prompt")
         num_new = choice.push(delta)
         if num_new:
-            self._observer.tokens(num_new, delta.index)
+            self._events.emit(TokensArrived(num_new, delta.index) if delta.index or num_new > 1 else _ONE_TOKEN)
         if choice.finish_reason is not None:
             del self._open[delta.index]
         elif not num_new:
@@ -221,7 +223,7 @@ class Delivery:
         return ChoiceOutput(min(self._choices), "", (), prompt_logprobs=prompt)
 
     def _read_next(self) -> ChoiceOutput:
-        """Of the choice that has waited longest."""
+        """Returns an output of the choice that has waited longest."""
         index, choice = next(iter(self._unread.items()))
         del self._unread[index]
         before = choice.unread_weight

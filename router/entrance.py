@@ -2,6 +2,14 @@
 
     judge and resolve ──▶ run, inside `async with entrance.run(…)` ──▶ leaving ends it and releases all it holds
 
+A face calls `entrance.run(CompletionRequest, Caller)` as `async with` and reads `running.delivery` until an output
+carries the summary. Refusals are raised before the body runs, later errors come from the delivery. Leaving the block
+is the only cancellation: every attempt sends Release to both workers before the block is left. A face leaves the
+block when the answer is written; until then the request is active, and `router.unread` ends a request whose answer is
+not read. Workers free their own blocks; the router frees its admission place and its handles. Workers do not stop
+single choices: tokens of a choice that a stop string ended are dropped. Releasing, cancelling and abandoning are
+idempotent.
+
 Owns every request while it runs, and whether new ones are refused because the router drains. Checks, limits,
 defaults, admission and times are the same for every face. Knows neither protobuf nor gRPC.
 """
@@ -30,6 +38,7 @@ from router.token_rules import TokenRules
 from router.tokenization import Tokenization
 from router.unread import Unread
 from shell.clock import Deadline
+from shell.telemetry.events import RequestRefused
 from shell.telemetry.logging import get_logger
 from tandem.errors import InvalidRequest, ModelNotFound, Reason, TandemError, Unavailable
 from tandem.limits import Limits
@@ -41,14 +50,14 @@ _log = get_logger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class RunningRequest:
-    """One request under way, and where its choices come out."""
+    """A request under way, with the delivery of its choices."""
 
     request_id: RequestId
     prompt_token_ids: Sequence[TokenId]
     delivery: Delivery
     task: asyncio.Task[None]
     timeline: Timeline
-    """What is known of it so far."""
+    """Times of the request so far."""
 
     def cancel(self, error: TandemError) -> None:
         """Ends it at once, though its caller does not read; `delivery` then ends with `error`. Idempotent."""
@@ -63,7 +72,7 @@ class RunningRequest:
 
 
 class Entrance:
-    """Serves one model. Shared by all faces."""
+    """Entrance of one model, shared by all faces."""
 
     def __init__(
         self,
@@ -93,7 +102,7 @@ class Entrance:
         return self._draining.is_set()
 
     def begin_drain(self) -> None:
-        """Refuses new requests from now on; those under way go on."""
+        """Refuses new requests from now on; requests under way go on."""
         self._draining.set()
 
     async def wait_for_drain(self) -> None:
@@ -102,11 +111,11 @@ class Entrance:
 
     @contextmanager
     def judging(self) -> Iterator[None]:
-        """For what a face refuses before `run`: observers are told, as of every refusal."""
+        """Emits what a face refuses before `run`, as every refusal is."""
         try:
             yield
         except TandemError as error:
-            self._rooms.observer.refused(error)
+            self._rooms.events.emit(RequestRefused(error))
             raise
 
     @asynccontextmanager
@@ -116,7 +125,7 @@ class Entrance:
         Raises InvalidRequest, UnsupportedOption, ModelNotFound, Overloaded, Unavailable before anything
         runs; errors after that come by `delivery`.
         """
-        timeline = Timeline(self._rooms.clock)
+        timeline = Timeline(self._rooms.metrics)
         with self.judging(), self.reading(self._priority(request, caller)):
             resolved = await self._resolve(request, caller)
         group, text = resolved.group, resolved.text
@@ -162,7 +171,7 @@ class Entrance:
         self._unread.sweep_if_due()
 
     def check_model(self, name: str) -> None:
-        """Empty means the served one. Raises ModelNotFound for another."""
+        """Checks that `name` is empty or the served model's. Raises ModelNotFound."""
         if not self._checkpoint.answers_to(name):
             raise ModelNotFound(
                 f"this router serves {self._checkpoint.name}, not the model asked for: ask for that, "

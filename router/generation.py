@@ -19,17 +19,18 @@ from router.assignment import Assignment
 from router.attempt import Attempt
 from router.choice_stream import ChoiceStream
 from router.delivery import Delivery
-from router.metrics import Timeline
+from router.metrics import RouterMetrics, Timeline
 from router.placement import Demand
 from router.prefix_map import Prefix
 from router.prompt_logprobs import PromptLogprobs
+from router.request_spans import RequestSpans
 from router.retries import Retries, RetryPolicy
 from router.serving_set import SetId
 from router.witness import Witness
 from router.workers import Workers
 from shell.clock import Clock, Deadline, ended_by_deadline
+from shell.telemetry.events import Admitted, Placed, RequestBegan, RequestEnded, RouterEvents, TryFailed
 from shell.telemetry.logging import get_logger
-from shell.telemetry.observers import RequestEnd, RequestStart, RouterObserver, request_observers
 from shell.telemetry.trace_context import trace_id_of
 from tandem.errors import (
     DeadlineExceeded,
@@ -69,7 +70,9 @@ class Rooms:
     admission: Admission
     clock: Clock
     policy: RetryPolicy
-    observer: RouterObserver
+    metrics: RouterMetrics
+    spans: RequestSpans
+    events: RouterEvents
     stream_interval_s: float = 0.0
     """Between the messages of a stream; see `Delivery`."""
 
@@ -89,20 +92,22 @@ class Generation:
         self._rooms = rooms
         self._timeline = timeline
         group = request.group
-        start = RequestStart(
+        begun = RequestBegan(
             request_id=group.request_id,
             num_prompt_tokens=group.num_prompt_tokens,
             sampling=group.sampling,
             priority=group.priority,
             traceparent=group.traceparent,
-            age_s=timeline.total_s,
             num_choices=len(group.choices),
             is_chat=request.is_chat,
         )
         self._witness = Witness(rooms.workers)
-        self._observer = request_observers(rooms.observer.request(start), timeline, self._witness)
-        self._names: Any = {"request_id": group.request_id, "trace_id": trace_id_of(self._observer.traceparent)}
-        self.delivery = Delivery(choices, self._observer, prompt_logprobs, rooms.stream_interval_s)
+        self._traceparent, span = rooms.spans.begin(begun)
+        timeline.begin(begun)
+        others = () if span is None else (span,)
+        self._events = rooms.events.begin(begun, *others, timeline.hear, self._witness.hear)
+        self._names: Any = {"request_id": group.request_id, "trace_id": trace_id_of(self._traceparent)}
+        self.delivery = Delivery(choices, self._events, prompt_logprobs, rooms.stream_interval_s)
         """What the client has to read."""
         self._state = RequestState.QUEUED
         self._retries = Retries(rooms.policy)
@@ -150,7 +155,7 @@ class Generation:
             async with asyncio.timeout(deadline.remaining_s()):
                 slot = self._rooms.admission.slot(group.num_prompt_tokens, group.priority, deadline)
                 await place.enter_async_context(slot)
-                self._observer.admitted()
+                self._events.emit(Admitted())
                 await self._try_pairs()
         except TimeoutError as error:
             if self.delivery.finished:
@@ -175,7 +180,7 @@ class Generation:
                     before, successor = attempt, await self._successor(attempt)
                     if successor is not None:
                         attempt = successor  # whose failure is meant below
-                        attempt = await self._taken_over(successor)
+                        attempt = await self._moved(successor)
                     if attempt is before:
                         await attempt.stay()
                 self._witness.finished()
@@ -199,18 +204,18 @@ class Generation:
                     self._set_id = SetId.of(attempt.placement.decode)
 
     def _attempt(self, assignment: Assignment, source: Attempt | None = None) -> Attempt:
-        """One that is about to run where it was placed."""
+        """Returns an attempt that is about to run where it was placed; with `source`, a move from there."""
         placement = assignment.placement
         if source is None:
             self._witness.begin(assignment)
         else:
-            self._witness.take_over(assignment)
-        self._observer.placed(placement.prefill, placement.decode, placement.reason, placement.prefix_at)
+            self._witness.move(assignment)
+        self._events.emit(Placed(placement.prefill, placement.decode, placement.reason, placement.prefix_at))
         return Attempt(
             placement,
             self._rooms.workers,
             self.delivery,
-            self._observer,
+            self._events,
             self._rooms.clock,
             self._timeline.arrived_s,
             self._rooms.policy.silence_s,
@@ -232,15 +237,15 @@ class Generation:
             self._rooms.workers.end(assignment, arrived=False)
             return None
         _log.info(
-            "request is handed over",
+            "request moves",
             **self._names,
             source=attempt.placement.decode.worker_id,
             target=assignment.placement.decode.worker_id,
         )
         return self._attempt(assignment, attempt)
 
-    async def _taken_over(self, successor: Attempt) -> Attempt:
-        """Runs it with all tokens but the last; returns it, or the attempt before if that could not be left.
+    async def _moved(self, successor: Attempt) -> Attempt:
+        """Runs the successor with all tokens but the last. Returns it, or the attempt before if the move failed.
 
         Raises what ended both.
         """
@@ -254,18 +259,18 @@ class Generation:
             target = successor.placement.decode
             self._retries.blamed.add(target.incarnation)
             self._witness.failed(target, error)
-            self._witness.go_back()
-            _log.info("request stays", request_id=self._request.group.request_id, reason=error.reason)
+            self._witness.move_failed()
+            _log.info("request stays", **self._names, reason=error.reason)
             return source
         return successor
 
     def _takes(self, error: TandemError, attempt: Attempt, choices: Sequence[ChoiceSpec]) -> bool:
-        """Tells everybody of a failed try; returns whether there may be another one."""
+        """Notes and emits a failed try. Returns whether there may be another one."""
         placement, culprit = attempt.placement, attempt.culprit or attempt.placement.decode
         self._witness.failed(culprit, error)
-        self._observer.moved(culprit, error)
+        self._events.emit(TryFailed(culprit, error))
         _log.warning(
-            "request moves to another pair",
+            "request is tried again",
             **self._names,
             culprit=culprit.worker_id,
             reason=error.reason,
@@ -286,7 +291,7 @@ class Generation:
             sampling=sampling,
             choices=choices,
             timeout_s=self._request.deadline.remaining_s(),
-            traceparent=self._observer.traceparent,
+            traceparent=self._traceparent,
         )
 
     def _progress_since(self, choices: Sequence[ChoiceSpec]) -> int:
@@ -352,4 +357,4 @@ class Generation:
         self._move(state)
         if error is not None:
             _log.info("request failed", **self._names, reason=error.reason, error=error.message)
-        self._observer.ended(RequestEnd(self.delivery.num_tokens, self._timeline.total_s, reasons, error))
+        self._events.emit(RequestEnded(self.delivery.num_tokens, reasons, error))

@@ -14,7 +14,7 @@ there, so that who holds a popular prefix is not given more than that is worth:
 Who computes the prompt is decided then, and `PlacementReason` says why. A decode worker of a fixed role computes
 short prompts, and those of which it lacks no more than that. An elastic one computes every prompt, unless another
 worker would have computed it and handed it over sooner, by a margin. Where streams would wait meanwhile, one with
-fewer of them may take longer, within bounds; so may one whose cores compute for the first one while it is idle.
+fewer of them may take longer, within bounds.
 
 Looks at groups of workers, as sets of bits, and at a handful of them: the time it takes grows far less than their
 number, but with that of the workers that are under suspicion. Knows nothing of streams or time.
@@ -33,7 +33,7 @@ from router.ejection import Pair
 from router.fleet import Candidates, Kind, candidates_of, difference, room_of
 from router.serving_set import SetId
 from router.worker_set import WorkerSet, draw, members
-from router.worker_view import PACKED_MOST, PREFIX_WORTH, Demand, Obstacle, WorkerView
+from router.worker_view import PREFIX_WORTH, Demand, Obstacle, WorkerView
 from tandem.errors import Unavailable
 from tandem.types import Incarnation, PlacementReason, PrefixAt, Role, WorkerInfo
 
@@ -60,12 +60,6 @@ half as many streams or fewer to keep waiting. The fewer the first one has, the 
 PATIENCE = 3.0
 """Times as long as a worker with streams would compute a prompt if none were in line, that it may take another one with
 half as many streams or fewer: beside any stream, a prompt makes gaps, and what else comes waits behind it."""
-LONG_STEPS = 3.0
-"""Times the longest step that streams allow: a prompt that takes longer alone is long. Of two workers that lend each
-other their cores, the one that does not decode computes such prompts, one after the other: two at once take as long,
-and beside streams, in small chunks, longer."""
-LINE_PATIENCE = 8.0
-"""Times as long as a long prompt takes alone, that it may take there, with the line."""
 SPARE_SHARE = 0.75
 """Of a decode worker that may be in use with a stream which another one hands over because of overload: one that is
 nearly as full would soon do the same. What drains goes to any."""
@@ -128,21 +122,14 @@ def place(
     if demand.source is not None:
         if not prefill.is_draining and view.share_with(demand) > SPARE_SHARE:
             raise Unavailable(f"no decode worker seems to have room to spare for what {prefill.info.worker_id} runs")
-        reason = PlacementReason.HANDED_OVER
+        reason = PlacementReason.MOVED
     else:
         reason = PlacementReason.REMOTE_FASTER if is_elastic else PlacementReason.REMOTE_STATIC
     return Placement(prefill.info, view.info, None, search.prefix_at(view, prefill), reason)
 
 
 def _least_to_decode(views: Sequence[WorkerView], demand: Demand) -> WorkerView:
-    """By cost. But an elastic one whose steps have become long keeps what would go to another one on the same cores:
-    two would each read the weights, with half of the cores.
-    """
-    best = min(views, key=lambda each: each.decode_cost(demand))
-    mates = [each for each in views if each.num_seqs > best.num_seqs and each.shares_cores_with(best)]
-    long = [each for each in mates if each.info.role is Role.ELASTIC and not each.packs(demand)]
-    with_room = [each for each in long if each.share_with(demand) <= PACKED_MOST]
-    return max(with_room, key=lambda each: each.num_seqs, default=best)
+    return min(views, key=lambda each: each.decode_cost(demand))
 
 
 def _first_done(views: Sequence[WorkerView], demand: Demand) -> WorkerView:
@@ -162,10 +149,6 @@ def _is_worth_a_hand_off(demand: Demand, decode: WorkerView, prefill: WorkerView
     factor = 1 - REMOTE_MARGIN
     if prefill.crowd <= decode.crowd / 2:
         alone_s = decode.lacking_tokens(demand) / (decode.prompt_tokens_per_s or rate or 1.0)
-        is_long = rate > 0 and alone_s > LONG_STEPS * decode.longest_step_s > 0
-        is_held_here = decode.likely_tokens > prefill.likely_tokens
-        if is_long and not is_held_here and decode.shares_cores_with(prefill) and remote_s <= LINE_PATIENCE * alone_s:
-            return True
         if decode.crowd and remote_s <= PATIENCE * alone_s:
             return True
         factor += decode.crowd**2 * (CROWDED_FACTOR - factor)

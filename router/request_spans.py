@@ -5,90 +5,100 @@
                            └─ event first_token
 
 `generate` is the parent of what the workers do. Attributes follow OpenTelemetry's conventions
-for generative AI; nothing of prompt or completion but their lengths is told, nor are stop strings.
+for generative AI; of prompt and completion nothing is exported but their lengths, and no stop strings.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from opentelemetry.trace import Span, Tracer, get_current_span, set_span_in_context
 
-from shell.telemetry.observers import RequestEnd, RequestObserver, RequestStart, RouterObserver
+from shell.telemetry.events import (
+    Admitted,
+    Placed,
+    PromptComputed,
+    RequestBegan,
+    RequestEnded,
+    RequestEvent,
+    RequestListener,
+    RequestRefused,
+    RouterEvent,
+    TokensArrived,
+    TryFailed,
+)
 from shell.telemetry.trace_context import CANCELLED, context_of, mark_failed, traceparent_of
-from tandem.errors import TandemError
-from tandem.types import Language, PlacementReason, PrefixAt, SamplingParams, WorkerInfo
+from tandem.types import Language, PlacementReason, SamplingParams
 
 _MAX_INT64 = (1 << 63) - 1
 
 
-def request_spans(tracer: Tracer | None, model: str) -> Sequence[RouterObserver]:
-    """The router's observer for traces; none without a tracer."""
-    return () if tracer is None else (_RequestSpans(tracer, model),)
+class RequestSpans:
+    """Begins the trace of each request; without a tracer, no trace."""
 
-
-class _RequestSpans(RouterObserver):
-    def __init__(self, tracer: Tracer, model: str) -> None:
+    def __init__(self, tracer: Tracer | None, model: str) -> None:
         self._tracer = tracer
         self._model = model
 
-    def request(self, start: RequestStart) -> RequestObserver:
+    def hear(self, event: RouterEvent) -> None:
+        """A listener of the process: a request that was refused has no span but its call's."""
+        if isinstance(event, RequestRefused):
+            get_current_span().set_attribute("tandem.error.reason", event.error.reason.value)
+
+    def begin(self, event: RequestBegan) -> tuple[str, RequestListener | None]:
+        """Returns the trace context that is the parent of workers' spans, and the listener of the request, if any."""
+        if self._tracer is None:
+            return event.traceparent, None
         attributes: dict[str, str | float] = {
-            "gen_ai.operation.name": "chat" if start.is_chat else "text_completion",
+            "gen_ai.operation.name": "chat" if event.is_chat else "text_completion",
             "gen_ai.provider.name": "tandem",
             "gen_ai.request.model": self._model,
             "gen_ai.response.model": self._model,
-            "gen_ai.response.id": start.request_id,
-            "gen_ai.usage.input_tokens": start.num_prompt_tokens,
-            **_sampling_attributes(start.sampling),
-            "tandem.request_id": start.request_id,
-            "tandem.priority": start.priority,
+            "gen_ai.response.id": event.request_id,
+            "gen_ai.usage.input_tokens": event.num_prompt_tokens,
+            **_sampling_attributes(event.sampling),
+            "tandem.request_id": event.request_id,
+            "tandem.priority": event.priority,
         }
-        if start.num_choices > 1:
-            attributes["gen_ai.request.choice.count"] = start.num_choices
-        span = self._tracer.start_span("generate", context_of(start.traceparent), attributes=attributes)
-        if not span.is_recording():
-            return RequestObserver(traceparent_of(span.get_span_context()))
-        return _RequestSpan(self._tracer, span)
-
-    def refused(self, error: TandemError) -> None:
-        get_current_span().set_attribute("tandem.error.reason", error.reason.value)  # the call's own: nothing was begun
+        if event.num_choices > 1:
+            attributes["gen_ai.request.choice.count"] = event.num_choices
+        span = self._tracer.start_span("generate", context_of(event.traceparent), attributes=attributes)
+        hear = _RequestSpan(self._tracer, span).hear if span.is_recording() else None
+        return traceparent_of(span.get_span_context()), hear
 
 
-class _RequestSpan(RequestObserver):
+class _RequestSpan:
     def __init__(self, tracer: Tracer, span: Span) -> None:
-        super().__init__(traceparent_of(span.get_span_context()))
         self._span = span
         self._queue: Span | None = tracer.start_span("queue", set_span_in_context(span))
         self._has_prompt = self._has_tokens = False
 
-    def admitted(self) -> None:
-        self._leave_queue()
+    def hear(self, event: RequestEvent) -> None:
+        match event:
+            case TokensArrived():
+                if not self._has_tokens:
+                    self._has_tokens = True
+                    self._span.add_event("first_token")
+            case Admitted():
+                self._leave_queue()
+            case Placed():
+                self._placed(event)
+            case PromptComputed():
+                if not self._has_prompt:  # of a replay, the first try's figure stands
+                    self._has_prompt = True
+                    self._span.set_attribute("gen_ai.usage.cache_read.input_tokens", event.cached_tokens)
+            case TryFailed(culprit, error):
+                self._span.add_event("moved", {"tandem.worker_id": culprit.worker_id, "error.type": error.reason})
+            case RequestEnded():
+                self._ended(event)
 
-    def placed(
-        self, prefill: WorkerInfo | None, decode: WorkerInfo, reason: PlacementReason, prefix_at: PrefixAt
-    ) -> None:
-        workers = {"tandem.decode.worker_id": decode.worker_id}
-        if prefill is not None:
-            name = "source" if reason is PlacementReason.HANDED_OVER else "prefill"
-            workers[f"tandem.{name}.worker_id"] = prefill.worker_id
+    def _placed(self, event: Placed) -> None:
+        workers = {"tandem.decode.worker_id": event.decode.worker_id}
+        if event.prefill is not None:
+            name = "source" if event.reason is PlacementReason.MOVED else "prefill"
+            workers[f"tandem.{name}.worker_id"] = event.prefill.worker_id
         self._span.add_event("placed", workers)
-        self._span.set_attribute("tandem.placement.reason", reason.value)
+        self._span.set_attribute("tandem.placement.reason", event.reason.value)
 
-    def prompt_computed(self, queue_s: float, prefill_s: float, cached_tokens: int) -> None:
-        if not self._has_prompt:  # of a replay, the first try's figure stands
-            self._has_prompt = True
-            self._span.set_attribute("gen_ai.usage.cache_read.input_tokens", cached_tokens)
-
-    def tokens(self, num_tokens: int, index: int = 0) -> None:
-        if not self._has_tokens:
-            self._has_tokens = True
-            self._span.add_event("first_token")
-
-    def moved(self, culprit: WorkerInfo, error: TandemError) -> None:
-        self._span.add_event("moved", {"tandem.worker_id": culprit.worker_id, "error.type": error.reason})
-
-    def ended(self, end: RequestEnd) -> None:
+    def _ended(self, end: RequestEnded) -> None:
         failure = None
         if end.error is not None:
             failure = end.error.reason.value

@@ -139,15 +139,6 @@ class WorkerView:
         return self.load is not None and 0 < self.load.step_objective_s <= self.load.step_s
 
     @property
-    def longest_step_s(self) -> float:
-        """That its streams allow; 0 = not known."""
-        return 0.0 if self.load is None else self.load.step_objective_s
-
-    def shares_cores_with(self, other: WorkerView) -> bool:
-        """Whether each computes with all of the other's cores while these are idle."""
-        return bool(self.info.core_group) and self.info.core_group == other.info.core_group
-
-    @property
     def prompt_tokens_per_s(self) -> float:
         """How fast it computes prompts now; 0 = not measured."""
         return 0.0 if self.load is None else self.load.prompt_tokens_per_s

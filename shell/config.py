@@ -10,27 +10,24 @@ import argparse
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeVar
 
+from shell.removed_options import REMOVED
 from shell.worker_config import (
     DecodeConfig,
     ElasticConfig,
     Ports,
     PrefillConfig,
+    ProcessConfig,
     WorkerConfig,
-    admin_listen_option,
-    context_option,
     drain_grace_option,
-    lease_option,
-    log_format_option,
-    log_level_option,
-    max_receive_option,
-    model_option,
 )
+from tandem import options
 from tandem.client_config import DEFAULT_ADDRESS, ClientConfig
 from tandem.limits import Limits
 from tandem.option_values import host_port, integer, one_of, seconds, size_bytes, text
-from tandem.options import add_arguments, argv_of, check_known, grouped, load_options, option
+from tandem.options import Section, argv_of, check_known, grouped, load_options, option
 from tandem.security.options import ClientSecurityConfig, SecurityConfig
 
 __all__ = [
@@ -59,31 +56,35 @@ _CORE_LOAN = "TANDEM_CORE_LOAN"
 
 T = TypeVar("T")
 
+_model = partial(option, Section.MODEL)
+_address = partial(option, Section.ADDRESSES)
+_queue = partial(option, Section.QUEUE)
+_fleet = partial(option, Section.FLEET)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RouterConfig:
+class RouterConfig(ProcessConfig):
     """`tandem router`."""
 
-    model: str = model_option()
-    context_tokens: int | None = context_option()
-    served_model_names: tuple[str, ...] = option(
+    served_model_names: tuple[str, ...] = _model(
         "served-model-name",
         (),
         "what clients call the model, the first is told them; none: the name of its folder",
         text(r"\S{1,256}", "1 to 256 characters without spaces"),
     )
-    chat_template: str | None = option(
+    chat_template: str | None = _model(
         "chat-template", None, "file with the Jinja template of chats; none: the model's own", none_word="none"
     )
-    model_fingerprint: str | None = option(
+    model_fingerprint: str | None = _model(
         "model-fingerprint",
         None,
         "requests go only to workers whose model fingerprint begins so; none: to the largest set of equal workers",
         text(r"[0-9a-f]{8,64}", "8 to 64 hexadecimal digits"),
         none_word="none",
     )
-    listen: str = option("listen", DEFAULT_ADDRESS, "address to serve on", host_port(port_zero=True))
+    listen: str = _address("listen", DEFAULT_ADDRESS, "address to serve on", host_port(port_zero=True))
     shared_listen: str | None = option(
+        Section.INTERNAL,
         "shared-listen",
         None,
         "a second address, which routers of one machine share: each new connection goes to one of them. Each has a "
@@ -91,80 +92,55 @@ class RouterConfig:
         host_port(),
         none_word="none",
     )
-    max_queued_requests: int = option(
+    max_queued_requests: int = _queue(
         "max-queued-requests", 1024, "requests that may wait for admission", integer(0, 1_000_000)
     )
-    max_queued_tokens: int = option(
+    max_queued_tokens: int = _queue(
         "max-queued-tokens", 4_194_304, "prompt tokens that may wait for admission", integer(1)
     )
-    max_active_requests: int = option(
+    max_active_requests: int = _queue(
         "max-active-requests",
         0,
         "requests under way at a time; 0 = two for each seat of the workers that serve, and at least 256",
         integer(0, 1_000_000),
     )
-    max_unread_bytes: int = option(
+    max_unread_bytes: int = _queue(
         "max-unread-bytes",
         256 * 1024 * 1024,
         "memory of answers that callers have not read; beyond it the request with the most is ended, and any request "
         "that has more than a quarter of it",
         size_bytes(1024 * 1024),
     )
-    stream_interval_s: float = option(
+    stream_interval_s: float = _queue(
         "stream-interval-seconds",
         0.0,
         "shortest time between two messages of a stream, after its first: tokens that come meanwhile are merged; 0 = "
         "a message per token, as long as the client keeps up",
         seconds(0, 60),
     )
-    max_unread_s: float = option(
-        "max-unread-seconds", 60.0, "a request is ended whose answer is not read for so long", seconds(1.0)
-    )
-    max_retries: int = option(
-        "max-retries",
-        2,
-        "how often in a row a request is moved to another pair of workers without progress; unless it is 0, workers "
-        "that were not tried yet are tried beyond that, and the loss of a worker is not counted",
-        integer(0, 100),
-    )
-    patience_s: float = option(
+    max_unread_s: float = 60.0
+    """A request is ended whose answer is not read for longer: a client behind a broken network is gone by then."""
+    patience_s: float = _queue(
         "patience-seconds",
         10.0,
         "how long a request waits, as far as its deadline allows, for workers that are missing or were lost",
         seconds(0, 3600),
     )
-    fallback: str = option("fallback", "fail", "without prefill workers: fail, local", one_of("fail", "local"))
-    max_priority: int = option(
+    fallback: str = _queue("fallback", "fail", "without prefill workers: fail, local", one_of("fail", "local"))
+    max_priority: int = _queue(
         "max-priority",
         0,
         "highest priority that a request may have, unless the token file says otherwise of its token",
         integer(-(2**31), 2**31 - 1),
     )
-    lease_s: float = lease_option()
-    drain_grace_s: float = drain_grace_option()
-    max_receive_bytes: int = max_receive_option()
-    admin_listen: str | None = admin_listen_option()
-    log_format: str = log_format_option()
-    log_level: str = log_level_option()
-    limits: Limits = grouped(Limits)
-    security: SecurityConfig = grouped(SecurityConfig)
+    lease_s: float = 5.0
+    """Silence after which a worker is lost: a process that stands still for half of it keeps its streams."""
 
     @property
     def ports(self) -> Ports:
-        """Where it listens, by option."""
+        """Returns where the router listens."""
         own = (("--listen", self.listen), ("--admin-listen", self.admin_listen))
         return (*own, ("--shared-listen", self.shared_listen))
-
-
-def _devices(name: str, who: str) -> Any:
-    """Where the workers of one role compute."""
-    allowed = "cpu, cuda:I, or a UUID that begins with GPU- or MIG-"
-    return option(
-        name,
-        (),
-        f"where {who}, dealt round: {allowed}; by default all GPUs are shared out evenly among the workers",
-        text(r"cpu|cuda:\d{1,4}|(GPU|MIG)-[\w/-]{1,100}", allowed),
-    )
 
 
 _SET_BY_SERVE = (
@@ -172,12 +148,12 @@ _SET_BY_SERVE = (
     "router",
     "advertise",
     "worker_id",
+    "device",
     "admin_listen",
     "kv_port",
     "device_workers",
     "host_workers",
     "kv_events",
-    "kv_events_replay",
     "kv_events_topic",
     "elastic",
 )
@@ -191,7 +167,7 @@ _GATEWAY = (
 
 def _gateway_option(name: str) -> Any:
     """Options of smg that are passed on: those that change neither whom it calls nor who may call it."""
-    return option(
+    return _fleet(
         name,
         (),
         f"options of the gateway smg, each as NAME or NAME=VALUE, of {', '.join(_GATEWAY)}; --chat-template and "
@@ -208,26 +184,36 @@ class ServeConfig:
     default. `argv_of(replace(config.decode_worker, router=..., worker_id=...))` is a child's argv.
     """
 
-    roles: str | None = option(
-        "roles",
+    num_workers: int | None = _fleet(
+        "workers",
         None,
-        "auto: workers that compute prompts and decode, as each request and step needs; static: prefill and decode "
-        "workers. By default static if --prefill, --decode or their devices are given, else auto",
-        one_of("auto", "static"),
-        none_word="unset",
+        "elastic workers, which compute prompts and decode, as each request and step needs; auto = one per GPU, or two "
+        "without GPUs",
+        integer(1, 64),
+        none_word="auto",
     )
-    num_workers: int | None = option(
-        "workers", None, "elastic workers; auto = one per GPU, or two without GPUs", integer(1, 64), none_word="auto"
+    num_prefill: int | None = _fleet(
+        "prefill",
+        None,
+        "prefill workers; with it or --decode there are no elastic workers; auto = 1 with --decode",
+        integer(0, 64),
+        none_word="auto",
     )
-    num_prefill: int | None = option(
-        "prefill", None, "prefill workers; auto = 1, with --roles static", integer(0, 64), none_word="auto"
+    num_decode: int | None = _fleet(
+        "decode", None, "decode workers; auto = 1 with --prefill", integer(1, 64), none_word="auto"
     )
-    num_decode: int | None = option(
-        "decode", None, "decode workers; auto = 1, with --roles static", integer(1, 64), none_word="auto"
+    devices: tuple[str, ...] = option(
+        Section.COMPUTE,
+        "device",
+        ("auto",),
+        "auto, cpu, cuda, or a list of cpu, cuda:I and UUIDs that begin with GPU- or MIG-, dealt round, prefill "
+        "workers first; auto and cuda share all GPUs out evenly",
+        text(
+            r"auto|cpu|cuda(:\d{1,4})?|(GPU|MIG)-[\w/-]{1,100}",
+            "auto, cpu, cuda, cuda:I, or a UUID that begins with GPU- or MIG-",
+        ),
     )
-    prefill_devices: tuple[str, ...] = _devices("prefill-devices", "prefill workers compute")
-    decode_devices: tuple[str, ...] = _devices("decode-devices", "decode workers compute")
-    http: str | None = option(
+    http: str | None = _address(
         "http",
         None,
         "address at which the gateway smg serves OpenAI's and Anthropic's APIs over HTTP; with --tls-cert by TLS, with "
@@ -236,54 +222,39 @@ class ServeConfig:
         none_word="none",
     )
     http_gateway: tuple[str, ...] = _gateway_option("http-gateway")
-    lend_cores: bool = option(
-        "lend-cores",
-        True,
-        "workers on a CPU lend each other the cores on which they compute nothing; not with --threads",
-    )
-    router_processes: int = option(
+    router_processes: int = _fleet(
         "router-processes", 1, "routers, each a process, which share the port of --listen", integer(1, 64)
-    )
-    max_restart_delay_s: float = option(
-        "max-restart-delay-seconds",
-        30.0,
-        "longest wait before a process that keeps ending is started again; waits begin at 1 s and double",
-        seconds(0),
     )
     router: RouterConfig = grouped(RouterConfig, own=("shared_listen",))
     prefill_worker: PrefillConfig = grouped(PrefillConfig, own=_SET_BY_SERVE)
     decode_worker: DecodeConfig = grouped(DecodeConfig, own=_SET_BY_SERVE)
 
     @property
-    def of_static(self) -> dict[str, object]:
-        """What only workers of static roles have, by option, as far as it was given."""
-        given = {
-            "--prefill": self.num_prefill,
-            "--decode": self.num_decode,
-            "--prefill-devices": self.prefill_devices or None,
-            "--decode-devices": self.decode_devices or None,
-        }
-        return {flag: value for flag, value in given.items() if value is not None}
-
-    @property
     def is_static(self) -> bool:
         """Whether its workers have static roles."""
-        return self.roles == "static" or (self.roles is None and bool(self.of_static))
+        return self.num_prefill is not None or self.num_decode is not None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HttpDoorConfig:
     """`python -m cli.http_door`, which `tandem serve` starts."""
 
-    listen: str = option("listen", "127.0.0.1:0", "address to serve on", host_port(port_zero=True))
-    router: str = option("router", DEFAULT_ADDRESS, "address of the router", host_port())
+    listen: str = _address("listen", "127.0.0.1:0", "address to serve on", host_port(port_zero=True))
+    router: str = _address("router", DEFAULT_ADDRESS, "address of the router", host_port())
     gateway: tuple[str, ...] = _gateway_option("gateway")
     drain_grace_s: float = drain_grace_option()
-    max_receive_bytes: int = max_receive_option()
+    max_receive_bytes: int = option(
+        Section.LIMITS, "max-receive-bytes", Limits().max_message_bytes, "largest gRPC message passed on", integer(1)
+    )
     security: ClientSecurityConfig = grouped(ClientSecurityConfig)
 
 
 _ALL: tuple[type[Any], ...] = (RouterConfig, PrefillConfig, DecodeConfig, ElasticConfig, ServeConfig, ClientConfig)
+
+
+def add_arguments(parser: argparse.ArgumentParser, cls: type[Any]) -> None:
+    """Adds the options of `cls`, and refuses removed options."""
+    options.add_arguments(parser, cls, REMOVED)
 
 
 def load(cls: type[T], namespace: argparse.Namespace, environ: Mapping[str, str] | None = None) -> T:
@@ -292,7 +263,7 @@ def load(cls: type[T], namespace: argparse.Namespace, environ: Mapping[str, str]
     Raises ConfigError that names the flag or the variable: bad value, unknown `TANDEM_` key.
     """
     variables = os.environ if environ is None else environ
-    check_known({name: value for name, value in variables.items() if name != _CORE_LOAN}, _ALL)
+    check_known({name: value for name, value in variables.items() if name != _CORE_LOAN}, _ALL, REMOVED)
     return load_options(cls, namespace, variables)
 
 

@@ -19,7 +19,7 @@ from pathlib import Path
 from tandem.errors import ConfigError
 
 OWN_GPU = "cuda:0"
-"""A worker's own GPU, as the worker names it."""
+"""A worker's GPU, as the worker names its own."""
 _TOOL = "nvidia-smi"
 _TOOL_FOLDERS = os.pathsep.join((os.defpath, "/usr/local/nvidia/bin", "/opt/bin"))
 """Where it is found if not on the path: container platforms mount it there."""
@@ -30,26 +30,26 @@ _LINE = re.compile(r"\s*(GPU|MIG) .*\(UUID: ([\w/-]+)\)\s*")
 
 @dataclass(frozen=True, slots=True)
 class DeviceShare:
-    """What one worker computes on."""
+    """Device of a worker."""
 
     device: str
     """Its `--device`."""
     gpus: tuple[str, ...] = ()
     """Those that it sees, its own first; empty = those that this process sees."""
     num_workers: int = 1
-    """Workers on its GPU, this one included."""
+    """Number of workers on the GPU, this worker included."""
 
 
 @dataclass(frozen=True, slots=True)
 class DevicePlan:
-    """One share per worker, in order."""
+    """Device shares of the workers, in order."""
 
     prefill: tuple[DeviceShare, ...]
     decode: tuple[DeviceShare, ...]
 
     @property
     def on_gpus(self) -> bool:
-        """Whether any of them has a GPU."""
+        """Whether any worker has a GPU."""
         return any(share.gpus for share in (*self.prefill, *self.decode))
 
 
@@ -83,53 +83,38 @@ def select(gpus: Sequence[str], visible: str) -> tuple[str, ...]:
     return tuple(chosen)
 
 
-def find_gpu(option: str, name: str, gpus: Sequence[str]) -> str:
-    """The GPU that `cuda:I` or the beginning of a UUID names. Raises ConfigError that names `option` and the GPU."""
+def find_gpu(name: str, gpus: Sequence[str]) -> str:
+    """Returns the GPU that `cuda:I` or the beginning of a UUID names. Raises ConfigError that names it."""
     found = _find(gpus, name.removeprefix("cuda:"))
     if found is None:
-        raise ConfigError(option, f"{name} is not here; GPUs are {', '.join(gpus) or 'none'}")
+        raise ConfigError("--device", f"{name} is not here; GPUs are {', '.join(gpus) or 'none'}")
     return found
 
 
-def plan_devices(
-    gpus: Sequence[str],
-    num_prefill: int,
-    num_decode: int,
-    prefill_devices: Sequence[str] = (),
-    decode_devices: Sequence[str] = (),
-) -> DevicePlan:
-    """Shares `gpus` out; pure. A role's list, `cpu`, `cuda:I` or a UUID each, is dealt round among its workers.
+def plan_devices(gpus: Sequence[str], num_prefill: int, num_decode: int, devices: Sequence[str] = ()) -> DevicePlan:
+    """Shares `gpus` out; pure. `devices`, `cpu`, `cuda:I` or a UUID each, are dealt round, prefill workers first.
 
-    Roles without a list share the GPUs that no list names, or all if there are no such: each worker one of its own
-    where they suffice; else neighbours share, so that prefill and decode workers mix as little as possible. Without
-    any GPU they get `auto`. Raises ConfigError that names the option and the device.
+    Without `devices` each worker gets a GPU of its own where they suffice; else neighbours share one, so that prefill
+    and decode workers mix as little as possible. Without any GPU workers get `auto`.
+    Raises ConfigError that names the device.
     """
-    own = {
-        "--prefill-devices": _dealt("--prefill-devices", prefill_devices, num_prefill, gpus),
-        "--decode-devices": _dealt("--decode-devices", decode_devices, num_decode, gpus),
-    }
-    taken = {gpu for dealt in own.values() for gpu in dealt}
-    free = [gpu for gpu in gpus if gpu not in taken] or list(gpus)
-    unlisted = (0 if prefill_devices else num_prefill) + (0 if decode_devices else num_decode)
-    num_used = min(len(free), unlisted)
-    rest = [free[worker * num_used // unlisted] if free else "auto" for worker in range(unlisted)]
-    prefill = own["--prefill-devices"] if prefill_devices else rest[:num_prefill]
-    decode = own["--decode-devices"] if decode_devices else rest[len(rest) - num_decode :]
-    on_each = Counter((*prefill, *decode))
+    num_workers = num_prefill + num_decode
+    if len(devices) > num_workers:
+        raise ConfigError("--device", f"names {len(devices)} devices for {num_workers} workers")
+    if devices:
+        found = [name if name == "cpu" else find_gpu(name, gpus) for name in devices]
+        dealt = [found[worker % len(found)] for worker in range(num_workers)]
+    else:
+        num_used = min(len(gpus), num_workers)
+        dealt = [gpus[worker * num_used // num_workers] if gpus else "auto" for worker in range(num_workers)]
+    on_each = Counter(dealt)
 
     def share(name: str) -> DeviceShare:
         if name not in gpus:
             return DeviceShare(name)
         return DeviceShare(OWN_GPU, (name, *(gpu for gpu in gpus if gpu != name)), on_each[name])
 
-    return DevicePlan(tuple(map(share, prefill)), tuple(map(share, decode)))
-
-
-def _dealt(option: str, names: Sequence[str], num_workers: int, gpus: Sequence[str]) -> list[str]:
-    if len(names) > num_workers:
-        raise ConfigError(option, f"names {len(names)} devices for {num_workers} workers")
-    found = [name if name == "cpu" else find_gpu(option, name, gpus) for name in names]
-    return [found[worker % len(found)] for worker in range(num_workers)] if found else []
+    return DevicePlan(tuple(map(share, dealt[:num_prefill])), tuple(map(share, dealt[num_prefill:])))
 
 
 def _find(gpus: Sequence[str], name: str) -> str | None:

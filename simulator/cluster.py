@@ -111,7 +111,7 @@ class _Cluster:
         for number, role in enumerate(setup.fleet.roles):
             name = f"{role}-{number}"
             if number % setup.costs.workers_per_host == 0:
-                host = Host(setup.costs.sharing, name)
+                host = Host(setup.costs.sharing)
             worker = SimulatedWorker(
                 name,
                 role,

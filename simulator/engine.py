@@ -40,9 +40,7 @@ class _Run:
 class Host:
     """Engines that compute at a time on one machine."""
 
-    def __init__(self, sharing: Sharing, name: str = "") -> None:
-        self.name = name if sharing != Sharing() else ""
-        """Where workers lend each other their cores."""
+    def __init__(self, sharing: Sharing) -> None:
         self._sharing = sharing
         self._running: list[_Run] = []
         self._at_s = 0.0

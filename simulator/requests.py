@@ -178,7 +178,7 @@ class Attempt(RouterPort):
         if self.error is None and not self._has_arrived:
             self._has_arrived = True
             self._rooms.workers.arrive(self._assignment)
-            self._rooms.workers.handed_over(self._assignment, seconds)
+            self._rooms.workers.handed_off(self._assignment, seconds)
 
     def leaving(self, handle: Handle) -> None:
         """Ignores the notice: nobody drains, and overload is what is studied."""

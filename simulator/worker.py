@@ -124,7 +124,6 @@ class SimulatedWorker:
             device="cpu",
             pool_tokens=costs.max_sequence_tokens if self.role.decodes else 0,
             max_seqs=costs.max_seqs,
-            core_group=self._host.name,
         )
 
     def come(self) -> None:

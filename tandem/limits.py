@@ -1,31 +1,59 @@
-"""Caps on requests: one set for router and workers, each an option."""
+"""Caps on requests: one set for router and workers. Those that somebody turns are options."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 
 from tandem.option_values import integer
-from tandem.options import option
+from tandem.options import Section, option
+
+_limit = partial(option, Section.LIMITS)
+_MESSAGE_BYTES = 8 * 1024 * 1024
+"""The least: beside a short prompt a message has room for all else that a request may bring."""
+_BYTES_OF_A_TOKEN = 4
+"""Of text: English has about four and a half, other languages fewer."""
+_BYTES_OF_A_TOKEN_ID = 8
+"""At most five bytes of a message, and room for what else a request brings; more than a token's text, too."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
     """Most of everything a request may bring."""
 
-    max_request_id_bytes: int = option("max-request-id-bytes", 256, "bytes of a request_id", integer(1, 65536))
-    max_cache_salt_bytes: int = option("max-cache-salt-bytes", 256, "bytes of a cache_salt", integer(0, 65536))
-    max_prompt_bytes: int = option(
-        "max-prompt-bytes", 4 * 1024 * 1024, "bytes of a text prompt, or of all chat messages together", integer(1)
+    max_request_id_bytes: int = 256
+    """A UUID with a prefix has 40."""
+    max_cache_salt_bytes: int = 256
+    """A digest in hexadecimal has 128 at most."""
+    max_prompt_tokens: int = _limit(
+        "max-prompt-tokens",
+        1_048_576,
+        "tokens of a prompt; a text, or all messages of a chat together, may have four bytes for each",
+        integer(1),
     )
-    max_prompt_tokens: int = option("max-prompt-tokens", 1_048_576, "tokens of a prompt", integer(1))
-    max_chat_messages: int = option("max-chat-messages", 4096, "messages of a chat prompt", integer(1))
-    max_n: int = option("max-n", 16, "choices of a request", integer(1, 1024))
-    max_beam_width: int = option("max-beam-width", 16, "beams of a beam search", integer(2, 1024))
-    max_logprobs: int = option("max-logprobs", 20, "alternatives reported per token", integer(0, 1024))
-    max_stop_strings: int = option("max-stop-strings", 16, "stop strings", integer(0, 1024))
-    max_stop_bytes: int = option("max-stop-bytes", 1024, "bytes of one stop string", integer(1, 65536))
-    max_stop_token_ids: int = option("max-stop-token-ids", 256, "stop token ids", integer(0, 65536))
-    max_logit_bias: int = option("max-logit-bias", 1024, "entries of logit_bias", integer(0, 65536))
-    max_schema_bytes: int = option(
+    max_chat_messages: int = 4096
+    """Their text is bounded by `max_prompt_bytes`; the number bounds what a template iterates over."""
+    max_n: int = 16
+    """Choices, each a sequence of its own in a batch of 64 or more."""
+    max_beam_width: int = 16
+    """Each beam draws as many candidates per step; published settings end at 10."""
+    max_logprobs: int = _limit("max-logprobs", 20, "alternatives reported per token", integer(0, 1024))
+    max_stop_strings: int = 16
+    max_stop_bytes: int = 1024
+    """Bytes of one stop string: so much text of a stream is held back at most."""
+    max_stop_token_ids: int = 256
+    max_logit_bias: int = 1024
+    """Entries: OpenAI's API takes 300."""
+    max_schema_bytes: int = _limit(
         "max-schema-bytes", 65536, "bytes of a schema, regex, grammar, or of all choices together", integer(1)
     )
+
+    @property
+    def max_message_bytes(self) -> int:
+        """Returns the largest gRPC message taken: it has room for the longest prompt, as text or as token ids."""
+        return max(_MESSAGE_BYTES, _BYTES_OF_A_TOKEN_ID * self.max_prompt_tokens)
+
+    @property
+    def max_prompt_bytes(self) -> int:
+        """Returns the bytes of a text prompt, or of all chat messages together."""
+        return _BYTES_OF_A_TOKEN * self.max_prompt_tokens

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 Parser = Callable[[str], Any]
@@ -102,6 +103,25 @@ def size_bytes(low: int = 1) -> Parser:
         return number
 
     return parse
+
+
+@dataclass(frozen=True, slots=True)
+class SizedFolder:
+    """A folder and the size of what may lie there. As text: `DIR=100GiB`."""
+
+    path: str
+    size_bytes: int
+
+    def __str__(self) -> str:
+        return f"{self.path}={self.size_bytes}"
+
+    @classmethod
+    def of_text(cls, text: str) -> SizedFolder:
+        """Raises ValueError that says what is allowed."""
+        path, _, size = text.rpartition("=")
+        if not path:
+            raise ValueError("must be DIR=SIZE, such as /mnt/nvme=100GiB")
+        return cls(path, size_bytes()(size))
 
 
 def host_port(*, port_zero: bool = False) -> Parser:

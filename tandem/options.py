@@ -1,17 +1,19 @@
 """Options: how one is declared, read from argv and environment, and written back as argv.
 
-An option is declared once, as a dataclass field made by `option`: name, default, help and
+An option is declared once, as a dataclass field made by `option`: section, name, default, help and
 bounds (in its parser). A field marked by `grouped` holds another such dataclass; options of equal
-name in several groups are one option on the command line. Knows no option by name.
+name in several groups are one option on the command line. A plain field is a constant. The module knows no option by
+name; callers pass the removed ones, each with what to do instead, and both command line and environment refuse them so.
 """
 
 from __future__ import annotations
 
 import argparse
+import enum
 import re
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field, fields
-from typing import Any, TypeAlias, TypeVar
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import Field, dataclass, field, fields
+from typing import Any, NoReturn, TypeAlias, TypeVar
 
 from tandem.errors import ConfigError
 from tandem.option_values import OneOf, Parser, boolean, text
@@ -26,10 +28,29 @@ Names: TypeAlias = frozenset[str]
 """Names of options, without the dashes."""
 
 
+class Section(enum.Enum):
+    """Headings of `--help` and of the options page, in their order."""
+
+    FLEET = "Workers of this server"
+    MODEL = "Model"
+    ADDRESSES = "Addresses"
+    COMPUTE = "Devices and kernels"
+    MEMORY = "KV memory and caches"
+    BATCHES = "Prompts and batches"
+    QUEUE = "Queues and waiting"
+    LIMITS = "Limits of a request"
+    SECURITY = "Security"
+    LOGS = "Logs"
+    CALL = "Call"
+    INTERNAL = "Internal"
+    """Options that `tandem serve` sets, or tests and measurements: neither help nor page shows them."""
+
+
 @dataclass(frozen=True, slots=True)
 class Option:
     """An option as declared."""
 
+    section: Section
     name: str
     """On the command line, without the dashes."""
     help: str
@@ -96,12 +117,18 @@ class Option:
 
 
 def option(
-    name: str, default: Any, description: str, parse: Parser | None = None, *, none_word: str | None = None
+    section: Section,
+    name: str,
+    default: Any,
+    description: str,
+    parse: Parser | None = None,
+    *,
+    none_word: str | None = None,
 ) -> Any:
     """A dataclass field that is an option. `parse` defaults to any text; `none_word` spells None."""
     if isinstance(default, bool):
         parse = boolean
-    declared = Option(name, description, parse or text(), default, none_word)
+    declared = Option(section, name, description, parse or text(), default, none_word)
     return field(default=default, metadata={"option": declared})
 
 
@@ -116,23 +143,49 @@ def options_of(cls: type[Any], hidden: Names = frozenset()) -> Iterator[Option]:
     for item in fields(cls):
         if "group" in item.metadata:
             yield from options_of(item.metadata["group"], hidden | item.metadata["hidden"])
-        elif item.metadata["option"].name not in hidden:
-            yield item.metadata["option"]
+        elif (declared := _declared(item)) and declared.name not in hidden:
+            yield declared
 
 
-def add_arguments(parser: argparse.ArgumentParser, cls: type[Any]) -> None:
-    """Adds each option of `cls` once. Values stay text; `load_options` checks them."""
-    added: set[str] = set()
+def add_arguments(parser: argparse.ArgumentParser, cls: type[Any], removed: Mapping[str, str]) -> None:
+    """Adds each option of `cls` once, under its section. Values stay text; `load_options` checks them."""
+    by_name: dict[str, Option] = {}
     for each in options_of(cls):
-        if each.name in added:
-            continue
-        added.add(each.name)
-        described = f"{each.help} [{each.shown_default}; {each.variable}]".replace("%", "%%")
-        if each.is_switch:
-            parser.add_argument(each.flag, action=argparse.BooleanOptionalAction, default=None, help=described)
-        else:
-            action = "append" if each.is_list else "store"
-            parser.add_argument(each.flag, action=action, default=None, help=described, metavar=each.shown_values)
+        by_name.setdefault(each.name, each)
+    for section in Section:
+        group = parser.add_argument_group(section.value)
+        for each in by_name.values():
+            if each.section is section:
+                _add_argument(group, each)
+    for name, instead in removed.items():
+        if name not in by_name:
+            flags = (f"--{name}", f"--no-{name}")
+            parser.add_argument(*flags, action=_Refusal, nargs="?", const=instead, help=argparse.SUPPRESS)
+
+
+def _add_argument(group: argparse._ArgumentGroup, each: Option) -> None:
+    described = f"{each.help} [{each.shown_default}; {each.variable}]".replace("%", "%%")
+    if each.section is Section.INTERNAL:
+        described = argparse.SUPPRESS
+    if each.is_switch:
+        group.add_argument(each.flag, action=argparse.BooleanOptionalAction, default=None, help=described)
+    else:
+        action = "append" if each.is_list else "store"
+        group.add_argument(each.flag, action=action, default=None, help=described, metavar=each.shown_values)
+
+
+class _Refusal(argparse.Action):
+    """A removed option; `const` is what to do instead."""
+
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: str | Sequence[Any] | None,
+        option_string: str | None = None,
+    ) -> NoReturn:
+        """Ends the process with one line."""
+        parser.exit(2, f"{parser.prog}: error: {option_string}: removed: {self.const}\n")
 
 
 def load_options(
@@ -147,8 +200,8 @@ def load_options(
         if "group" in item.metadata:
             group_hidden = hidden | item.metadata["hidden"]
             values[item.name] = load_options(item.metadata["group"], namespace, environ, group_hidden)
-        elif item.metadata["option"].name not in hidden:
-            values[item.name] = _value(item.metadata["option"], namespace, environ)
+        elif (declared := _declared(item)) and declared.name not in hidden:
+            values[item.name] = _value(declared, namespace, environ)
     return cls(**values)
 
 
@@ -159,9 +212,14 @@ def argv_of(config: Any, hidden: Names = frozenset()) -> list[str]:
         value = getattr(config, item.name)
         if "group" in item.metadata:
             arguments += argv_of(value, hidden | item.metadata["hidden"])
-        elif item.metadata["option"].name not in hidden:
-            arguments += item.metadata["option"].argv_of(value)
+        elif (declared := _declared(item)) and declared.name not in hidden:
+            arguments += declared.argv_of(value)
     return arguments
+
+
+def _declared(item: Field[Any]) -> Option | None:
+    """None for a plain field, which is a constant."""
+    return item.metadata.get("option")
 
 
 def _value(each: Option, namespace: argparse.Namespace, environ: Mapping[str, str]) -> Any:
@@ -177,12 +235,15 @@ def _value(each: Option, namespace: argparse.Namespace, environ: Mapping[str, st
     return each.default
 
 
-def check_known(environ: Mapping[str, str], known: Iterable[type[Any]]) -> None:
-    """Raises ConfigError for a `TANDEM_` variable that no option of `known` reads.
+def check_known(environ: Mapping[str, str], known: Iterable[type[Any]], removed: Mapping[str, str]) -> None:
+    """Raises ConfigError for a `TANDEM_` variable that no option of `known` reads, with what `removed` says of it.
 
     Kubernetes sets some of every service of a namespace, such as of one that is called `tandem-router`: they pass.
     """
     names = {each.variable for cls in known for each in options_of(cls)}
     for name in sorted(environ):
         if name.startswith(ENV_PREFIX) and name not in names and not _SERVICE_LINK.search(name):
-            raise ConfigError(name, "no option of this name; `tandem COMMAND --help` tells their names, unset it")
+            option_name = name.removeprefix(ENV_PREFIX).replace("_", "-").lower()
+            if option_name in removed:
+                raise ConfigError(name, f"removed: {removed[option_name]}")
+            raise ConfigError(name, "no option of this name; `tandem COMMAND --help` lists them, unset it")

@@ -284,7 +284,7 @@ class PlacementReason(StrEnum):
     """The decode worker computes no such prompts."""
     REMOTE_FASTER = "remote_faster"
     """Another worker should have it computed and handed over sooner than the elastic one that decodes it."""
-    HANDED_OVER = "handed_over"
+    MOVED = "handed_over"
     """The prompt's KV is on another decode worker, which moves the running request."""
 
 
@@ -329,8 +329,6 @@ class WorkerInfo:
     """Token slots of its pool, which all choices of a request must fit into together; 0 = not known."""
     max_seqs: int = 0
     """Sequences in its batch at most; 0 = not known."""
-    core_group: str = ""
-    """The same of two workers that lend each other all their cores while these are idle; empty = it does not."""
 
 
 @dataclass(frozen=True, slots=True)

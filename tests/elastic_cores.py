@@ -17,7 +17,7 @@ from engine.prefix_cache import PrefixCache
 from router.attempt import Attempt
 from router.delivery import ChoiceStream, Delivery
 from router.placement import Placement
-from shell.telemetry.observers import RequestObserver
+from shell.telemetry.events import Events
 from tandem.errors import TandemError
 from tandem.limits import Limits
 from tandem.types import ChoiceSpec, GroupSpec, Incarnation, Role, TextParams, TokenId, WorkerId, WorkerInfo
@@ -119,11 +119,11 @@ class Asked:
 
     async def _run(self) -> None:
         streams = [_stream(index, ids) for index, ids in enumerate(self._ids)]
-        cores, delivery = self._cores, Delivery(streams, RequestObserver())
+        cores, delivery = self._cores, Delivery(streams, Events())
         while True:
             links: Any = cores
             attempt = Attempt(
-                *(self._placement, links, delivery, RequestObserver(), cores.clock, cores.clock.now_s()),
+                *(self._placement, links, delivery, Events(), cores.clock, cores.clock.now_s()),
                 *(_NEVER_S, lambda _: None),
             )
             try:

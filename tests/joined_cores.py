@@ -26,7 +26,7 @@ from router.choice_stream import ChoiceStream
 from router.delivery import Delivery
 from router.placement import Placement
 from router.worker_link import GroupListener
-from shell.telemetry.observers import RequestObserver
+from shell.telemetry.events import Events
 from tandem.convert import group_from_proto
 from tandem.errors import TandemError, TransferError
 from tandem.limits import Limits
@@ -278,13 +278,11 @@ class Running:
         self.spec = spec
         self._ids = Ids()
         detokenizer: Any = self._ids
-        delivery = Delivery([ChoiceStream(0, detokenizer, TextParams(), lambda _: None)], RequestObserver())
+        delivery = Delivery([ChoiceStream(0, detokenizer, TextParams(), lambda _: None)], Events())
         if placement is None:
             placement = Placement(cores.infos[Role.PREFILL], cores.infos[Role.DECODE])
         now_s = cores.clock.now_s()
-        self._attempt = Attempt(
-            placement, cores, delivery, RequestObserver(), cores.clock, now_s, SILENCE_S, lambda _: None
-        )
+        self._attempt = Attempt(placement, cores, delivery, Events(), cores.clock, now_s, SILENCE_S, lambda _: None)
         self.task = asyncio.create_task(self._run(spec))
 
     async def _run(self, spec: GroupSpec) -> None:

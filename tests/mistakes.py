@@ -26,9 +26,9 @@ _STARTS = (
     Mistake(
         START,
         "An option is misspelt.",
-        "tandem serve: error: --kv-block: no such option; did you mean --kv-blocks?",
+        "tandem serve: error: --kv-memry: no such option; did you mean --kv-memory?",
         "`tandem COMMAND --help` lists all options.",
-        ("serve", "--kv-block", "7"),
+        ("serve", "--kv-memry", "7"),
     ),
     Mistake(
         START,

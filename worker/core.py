@@ -18,6 +18,7 @@ import asyncio
 from collections.abc import Callable, Iterator
 
 from shell.clock import Deadline
+from shell.telemetry.events import SequenceArrived, SequenceEnded
 from shell.telemetry.logging import get_logger
 from shell.telemetry.trace_context import trace_id_of
 from tandem.errors import DeadlineExceeded, InternalError, InvalidRequest, Reason, TandemError, Unavailable
@@ -107,7 +108,7 @@ class Worker:
             self._num_arrived,
             clock.now_s(),
             Deadline.after(clock, spec.timeout_s),
-            self._parts.observer.sequence(spec, for_another=destination is not None),
+            self._parts.events.begin(SequenceArrived(spec, destination is not None)),
             destination,
         )
         request.came_after_tokens = self._budget.num_prompt_tokens
@@ -258,7 +259,7 @@ class Worker:
             return
         request.has_ended = True
         self._sources.of(request).forget(request, error)
-        request.observer.ended(error, request.num_sampled_tokens)
+        request.events.emit(SequenceEnded(error, request.num_sampled_tokens))
         self.changed()
         if error is not None:
             request.router.failed(request.handle, error)

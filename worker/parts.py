@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from engine.guides import Guides
 from engine.prefix_cache import PrefixCache
 from shell.clock import Clock
-from shell.telemetry.observers import WorkerObserver
+from shell.telemetry.events import ProcessEvents, WorkerEvents
 from tandem.validation import Validator
 from worker.ports import StepEngine
 
@@ -20,6 +20,6 @@ class WorkerParts:
     cache: PrefixCache
     validator: Validator
     clock: Clock
-    observer: WorkerObserver = field(default_factory=WorkerObserver)
+    events: WorkerEvents = field(default_factory=ProcessEvents)
     guides: Guides | None = None
     """None = constraints are refused."""

@@ -8,7 +8,7 @@ from engine.beam_group import BeamGroup, new_group
 from engine.sequence import Sequence
 from engine.step import SampledToken
 from shell.clock import Deadline
-from shell.telemetry.observers import SequenceObserver
+from shell.telemetry.events import FirstToken, SequenceEvents
 from tandem.errors import InternalError
 from tandem.types import FinishReason, GroupSpec, Handle, TokenLogprobs
 from worker.ports import RouterPort
@@ -28,10 +28,10 @@ class Request:
         number: int,
         arrived_s: float,
         deadline: Deadline,
-        observer: SequenceObserver,
+        events: SequenceEvents,
         destination: str | None = None,
     ) -> None:
-        """`number` counts up with each arrival; `observer` hears of each event where it happens.
+        """`number` counts up with each arrival; `events` carries what happens to the request.
 
         `destination` names the worker to which this one hands it once its prompt is computed; None = it stays here.
         """
@@ -42,7 +42,7 @@ class Request:
         self.rank: Rank = (-spec.priority, number)
         self.arrived_s = arrived_s
         self.deadline = deadline
-        self.observer = observer
+        self.events = events
         self.destination = destination
         self.started_s: float | None = None
         """When the first tokens were scheduled; None before."""
@@ -75,9 +75,9 @@ class Request:
         return min(self.group.prefix.num_cached_tokens, self.spec.num_prompt_tokens)
 
     def prompt_computed(self, now_s: float) -> None:
-        """Reports the prompt as computed to router and observer; called once, before the first tokens."""
+        """Emits the prompt as computed and reports it to the router; called once, before the first tokens."""
         started_s = now_s if self.started_s is None else self.started_s
-        self.observer.first_token()
+        self.events.emit(FirstToken())
         self.router.prefill_done(self.handle, started_s - self.arrived_s, now_s - started_s, self.cached_tokens)
 
     def take_scores(self, scores: tuple[TokenLogprobs, ...]) -> None:

@@ -28,8 +28,8 @@ from engine.engine_thread import EngineBroken
 from engine.sequence import Sequence
 from engine.step import BrokenLogits, Sampled, ScheduledSeq, Scores, StepFailed, StepResult
 from engine.thread_work import to_the_end
+from shell.telemetry.events import PrefixLookedUp, Started, StepEnded
 from shell.telemetry.logging import get_logger
-from shell.telemetry.observers import StepReport
 from tandem.errors import TandemError
 from worker.budget import ChunkBudget
 from worker.parts import WorkerParts
@@ -73,7 +73,7 @@ class StepLoop:
         self._engine = parts.engine
         self._cache = parts.cache
         self._clock = parts.clock
-        self._observer = parts.observer
+        self._events = parts.events
         self._guides = parts.guides
         self._budget = budget
         self._releases = releases
@@ -136,8 +136,10 @@ class StepLoop:
     def _note_started(self, request: Request, now_s: float) -> None:
         request.started_s = now_s
         if request.owes_prefill_done and request.reads_cache:
-            request.observer.looked_up(len(request.spec.prefix_token_ids), request.group.prefix.num_cached_tokens)
-        request.observer.started()
+            request.events.emit(
+                PrefixLookedUp(len(request.spec.prefix_token_ids), request.group.prefix.num_cached_tokens)
+            )
+        request.events.emit(Started())
         if request.for_another and self._sources.prompts is not None:
             self._sources.prompts.started(request)
 
@@ -226,8 +228,7 @@ class StepLoop:
         self._budget.step_took(len(batched.rows), batched.num_prompt_tokens, seconds)
         if batched.is_decode:
             self._decode_s = seconds
-        specs = tuple([request.spec for request, _ in batched.seqs])
-        self._observer.step(StepReport(seconds, batched.num_prompt_tokens, len(batched.rows), specs))
+        self._events.emit(StepEnded(seconds, batched.num_prompt_tokens, len(batched.rows), len(batched.seqs)))
 
     async def _drain(self) -> None:
         """Waits for the steps in flight, cancelled or not."""

@@ -8,44 +8,58 @@ from pathlib import Path
 from typing import Any
 
 from shell.config import ClientConfig, DecodeConfig, ElasticConfig, PrefillConfig, RouterConfig, ServeConfig
-from tandem.options import Option, options_of
+from shell.removed_options import REMOVED
+from tandem.options import Option, Section, options_of
 
 PAGE = Path(__file__).resolve().parents[2] / "docs/options.md"
-SERVERS: dict[str, type[Any]] = {
+COMMANDS: dict[str, type[Any]] = {
     "serve": ServeConfig,
     "router": RouterConfig,
     "prefill": PrefillConfig,
     "decode": DecodeConfig,
     "worker": ElasticConfig,
+    "calls": ClientConfig,
 }
-"""Commands that start processes, and what they read."""
+"""Commands, and what they read; `calls` are all that call a server."""
+PROCESSES = frozenset(COMMANDS) - {"calls"}
+MOST_OPTIONS = 60
+"""Of processes that serve: somebody must read them all to find the one to turn."""
 HEAD = """# Options
 
 <!-- made by .ci/checks/options_page.py -->
 
-Every option of every process, as declared in the source. An option is given on the command line, or by its environment
-variable; the command line comes first. A switch is `--name` or `--no-name`, and `true` or `false` in its variable.
-Sizes take units (`512MiB`, `24GiB`). A `TANDEM_` variable that no option has is refused, so that a misspelt one is
-noticed. What options mean together is told where they matter: [operations.md](operations.md), [models.md](models.md),
-[kv_transfer.md](kv_transfer.md), [security.md](security.md).
+All {count} options of the processes that serve, and those of commands that call them, in the groups of `--help`. An
+option is given on the command line, or by its environment variable, `TANDEM_` and its name (`TANDEM_KV_MEMORY`); the
+command line comes first. A switch is `--name` or `--no-name`, and `true` or `false` in its variable. Sizes take units
+(`512MiB`, `24GiB`). A `TANDEM_` variable that no option has is refused, so that a misspelt one is noticed. What options
+mean together: [operations.md](operations.md), [models.md](models.md), [kv_transfer.md](kv_transfer.md),
+[security.md](security.md).
 """
-TABLE = "| option | variable | default | |\n| --- | --- | --- | --- |\n"
+TABLE = "| option | default | of | |\n| --- | --- | --- | --- |\n"
 
 
 def page() -> str:
-    """The page's text: a table for each set of commands that share options, and one for those that call a server."""
-    by_commands: dict[tuple[str, ...], list[str]] = {}
-    for name, declared in _by_name(SERVERS).items():
-        by_commands.setdefault(tuple(declared), []).append(_row(name, list(declared.values())))
-    parts = [HEAD]
-    for commands, rows in sorted(by_commands.items(), key=lambda each: -len(each[0])):
-        parts.append(f"\n## {_heading(commands)}\n\n{TABLE}{''.join(rows)}")
-    rows = [_row(name, list(each.values())) for name, each in _by_name({"": ClientConfig}).items()]
-    return "".join([*parts, f"\n## Commands that call a server\n\n{TABLE}{''.join(rows)}"])
+    """Returns the page's text: a table for each section, and one of removed options."""
+    shown = _by_name()
+    parts = [HEAD.format(count=len(of_processes()))]
+    for section in Section:
+        rows = [_row(each) for each in shown.values() if next(iter(each.values())).section is section]
+        if rows:
+            parts.append(f"\n## {section.value}\n\n{TABLE}{''.join(rows)}")
+    removed = "".join(f"| `--{name}` | {instead} |\n" for name, instead in sorted(REMOVED.items()))
+    return "".join([*parts, f"\n## Removed options\n\n| option | instead |\n| --- | --- |\n{removed}"])
+
+
+def of_processes() -> list[str]:
+    """Returns the names of the options that the processes that serve show."""
+    return [name for name, declared in _by_name().items() if PROCESSES & declared.keys()]
 
 
 def main() -> int:
-    """0 if the page is true."""
+    """Returns 0 if the page is up to date and not too long."""
+    if (count := len(of_processes())) > MOST_OPTIONS:
+        print(f"{count} options are more than {MOST_OPTIONS}: make one a constant, derive it, or merge it")
+        return 1
     if "--write" in sys.argv:
         PAGE.write_text(page())
     elif not PAGE.exists() or PAGE.read_text() != page():
@@ -54,23 +68,21 @@ def main() -> int:
     return 0
 
 
-def _by_name(commands: dict[str, type[Any]]) -> dict[str, dict[str, Option]]:
-    """Of each option, as each command declares it."""
+def _by_name() -> dict[str, dict[str, Option]]:
+    """Returns each option that is shown, as each command declares it."""
     found: dict[str, dict[str, Option]] = {}
-    for command, cls in commands.items():
+    for command, cls in COMMANDS.items():
         for each in options_of(cls):
-            found.setdefault(each.name, {}).setdefault(command, each)
+            if each.section is not Section.INTERNAL:
+                found.setdefault(each.name, {}).setdefault(command, each)
     return found
 
 
-def _heading(commands: tuple[str, ...]) -> str:
-    return "All processes" if commands == tuple(SERVERS) else ", ".join(f"`tandem {each}`" for each in commands)
-
-
-def _row(name: str, declared: list[Option]) -> str:
-    first = declared[0]
+def _row(by_command: dict[str, Option]) -> str:
+    declared = list(by_command.values())
     defaults = list(dict.fromkeys(each.shown_default for each in declared))
-    cells = (_flag(first), f"`{first.variable}`", ", ".join(defaults), "; ".join(_texts(declared)))
+    commands = "all" if by_command.keys() >= PROCESSES else ", ".join(by_command)
+    cells = (_flag(declared[0]), ", ".join(defaults), commands, "; ".join(_texts(declared)))
     return f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |\n"
 
 

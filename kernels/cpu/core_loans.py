@@ -8,7 +8,6 @@ worker with a loan. A worker's cores are occupied from its start until it can co
 from __future__ import annotations
 
 import os
-import socket
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -20,7 +19,7 @@ ENTRY_BYTES = 64
 
 @dataclass(frozen=True, slots=True)
 class CoreLoan:
-    """What one worker may borrow. As text: `PATH:1,2`."""
+    """What a worker may borrow. As text: `PATH:1,2`."""
 
     ledger: str
     """Path of the ledger."""
@@ -29,14 +28,6 @@ class CoreLoan:
 
     def __str__(self) -> str:
         return f"{self.ledger}:{','.join(map(str, self.cores))}"
-
-    def group(self) -> str:
-        """Names ledger and cores, those of this process, which borrows, and what it may borrow.
-
-        Equal for two that lend each other all they have.
-        """
-        cores = sorted({*self.cores, *os.sched_getaffinity(0)})
-        return f"{socket.gethostname()}:{self.ledger}:{','.join(map(str, cores))}"
 
     @classmethod
     def of_text(cls, text: str) -> CoreLoan:

@@ -34,7 +34,7 @@ _LOST_ON_THE_WAY = (
     *(Reason.FRAME_ERROR, Reason.PEER_LOST),
 )
 _TRANSFER_FAILS = (*_LOST_ON_THE_WAY, Reason.HANDSHAKE_MISMATCH)
-_MOVES = (
+_TRY_FAILS = (
     *(Reason.NO_CAPABLE_WORKER, Reason.WORKER_LOST, Reason.DRAINING, Reason.QUEUE_FULL, *_TRANSFER_FAILS),
     *(Reason.INVALID_OUTPUT, Reason.INTERNAL),
 )
@@ -112,7 +112,7 @@ REQUEST_FAILURES = Metric(
     "tandem_request_failures_total",
     "Requests that failed after admission.",
     _ROUTER,
-    {"reason": (*_MOVES, Reason.MODEL_CHANGED, Reason.INVALID_FIELD, Reason.DEADLINE_EXCEEDED)},
+    {"reason": (*_TRY_FAILS, Reason.MODEL_CHANGED, Reason.INVALID_FIELD, Reason.DEADLINE_EXCEEDED)},
 )
 REQUESTS_REFUSED = Metric(
     "tandem_requests_refused_total", "Requests that were turned away before they ran.", _ROUTER, {"reason": _REFUSALS}
@@ -138,11 +138,11 @@ PREFIX_PLACEMENTS = Metric(
     _ROUTER,
     {"at": PrefixAt},
 )
-REQUEST_MOVES = Metric(
+FAILED_TRIES = Metric(
     "tandem_request_moves_total",
     "Tries that failed on one pair of workers, by the role of the worker at fault.",
     _ROUTER,
-    {"worker_role": Role, "reason": _MOVES},
+    {"worker_role": Role, "reason": _TRY_FAILS},
 )
 PROMPT_TOKENS = Metric(
     "tandem_prompt_tokens_total", "Prompt tokens of the requests whose prompt was computed.", _ROUTER
@@ -274,7 +274,7 @@ PREEMPTIONS = Metric(
     "Sequences that gave up their KV blocks, to go on later with what the cache still knows of them.",
     DECODING,
 )
-HAND_OVERS = Metric(
+MOVES = Metric(
     "tandem_hand_overs_total",
     "Running requests that went on at another decode worker, with their KV: as this one drains, or its pool is too "
     "small for them all.",

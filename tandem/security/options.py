@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from tandem.option_values import text
-from tandem.options import option
+from tandem.options import Section, option
+
+_security = partial(option, Section.SECURITY)
 
 
 def _file(name: str, description: str) -> Any:
-    return option(name, None, description, text(r".+", "a file"), none_word="none")
+    return _security(name, None, description, text(r".+", "a file"), none_word="none")
 
 
 def _server_name(description: str) -> Any:
-    return option("tls-server-name", None, description, text(r"[\w.:-]{1,253}", "a host name"), none_word="none")
+    return _security("tls-server-name", None, description, text(r"[\w.:-]{1,253}", "a host name"), none_word="none")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,7 +38,7 @@ class SecurityConfig:
     token_file: str | None = _file(
         "token-file", "bearer tokens, one a line: callers must bring one, this process brings the first"
     )
-    insecure: bool = option(
+    insecure: bool = _security(
         "insecure",
         False,
         "listen beyond loopback without TLS, or without asking who calls, or bring a token there in clear",
@@ -46,7 +49,7 @@ class SecurityConfig:
 class ClientSecurityConfig:
     """How a client connects."""
 
-    tls: bool = option("tls", False, "speak TLS; implied by --tls-ca and --tls-cert")
+    tls: bool = _security("tls", False, "speak TLS; implied by --tls-ca and --tls-cert")
     tls_ca: str | None = _file(
         "tls-ca", "certificates that vouch for the server, PEM; the public authorities', if not given"
     )
@@ -54,7 +57,7 @@ class ClientSecurityConfig:
     tls_cert: str | None = _file("tls-cert", "the client's own certificate chain, PEM")
     tls_key: str | None = _file("tls-key", "private key of --tls-cert, PEM")
     token_file: str | None = _file("token-file", "file whose first line is the bearer token to bring")
-    insecure: bool = option("insecure", False, "send the token in clear, even beyond loopback")
+    insecure: bool = _security("insecure", False, "send the token in clear, even beyond loopback")
 
     @property
     def uses_tls(self) -> bool:

@@ -19,7 +19,7 @@ WORKER_ROLE_DECODE: WorkerRole
 WORKER_ROLE_ELASTIC: WorkerRole
 
 class WorkerInfo(_message.Message):
-    __slots__ = ("worker_id", "incarnation", "role", "address", "model", "config_fingerprint", "model_fingerprint", "layout_fingerprint", "transports", "local_prefill_tokens", "max_sequence_tokens", "pid", "device", "admin_address", "pool_tokens", "max_seqs", "core_group")
+    __slots__ = ("worker_id", "incarnation", "role", "address", "model", "config_fingerprint", "model_fingerprint", "layout_fingerprint", "transports", "local_prefill_tokens", "max_sequence_tokens", "pid", "device", "admin_address", "pool_tokens", "max_seqs")
     WORKER_ID_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     ROLE_FIELD_NUMBER: _ClassVar[int]
@@ -36,7 +36,6 @@ class WorkerInfo(_message.Message):
     ADMIN_ADDRESS_FIELD_NUMBER: _ClassVar[int]
     POOL_TOKENS_FIELD_NUMBER: _ClassVar[int]
     MAX_SEQS_FIELD_NUMBER: _ClassVar[int]
-    CORE_GROUP_FIELD_NUMBER: _ClassVar[int]
     worker_id: str
     incarnation: str
     role: WorkerRole
@@ -53,8 +52,7 @@ class WorkerInfo(_message.Message):
     admin_address: str
     pool_tokens: int
     max_seqs: int
-    core_group: str
-    def __init__(self, worker_id: _Optional[str] = ..., incarnation: _Optional[str] = ..., role: _Optional[_Union[WorkerRole, str]] = ..., address: _Optional[str] = ..., model: _Optional[str] = ..., config_fingerprint: _Optional[str] = ..., model_fingerprint: _Optional[str] = ..., layout_fingerprint: _Optional[str] = ..., transports: _Optional[_Iterable[str]] = ..., local_prefill_tokens: _Optional[int] = ..., max_sequence_tokens: _Optional[int] = ..., pid: _Optional[int] = ..., device: _Optional[str] = ..., admin_address: _Optional[str] = ..., pool_tokens: _Optional[int] = ..., max_seqs: _Optional[int] = ..., core_group: _Optional[str] = ...) -> None: ...
+    def __init__(self, worker_id: _Optional[str] = ..., incarnation: _Optional[str] = ..., role: _Optional[_Union[WorkerRole, str]] = ..., address: _Optional[str] = ..., model: _Optional[str] = ..., config_fingerprint: _Optional[str] = ..., model_fingerprint: _Optional[str] = ..., layout_fingerprint: _Optional[str] = ..., transports: _Optional[_Iterable[str]] = ..., local_prefill_tokens: _Optional[int] = ..., max_sequence_tokens: _Optional[int] = ..., pid: _Optional[int] = ..., device: _Optional[str] = ..., admin_address: _Optional[str] = ..., pool_tokens: _Optional[int] = ..., max_seqs: _Optional[int] = ...) -> None: ...
 
 class PoolStatus(_message.Message):
     __slots__ = ("total_blocks", "free_blocks", "reserved_blocks", "receiving_blocks", "live_blocks", "quarantined_blocks", "block_size", "unused_slots", "cached_blocks")

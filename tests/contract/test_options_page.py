@@ -10,7 +10,8 @@ from types import ModuleType
 import pytest
 
 from shell.config import ClientConfig, DecodeConfig, ElasticConfig, PrefillConfig, RouterConfig, ServeConfig
-from tandem.options import options_of
+from shell.removed_options import REMOVED
+from tandem.options import Section, options_of
 from tests.scripts import load_script
 
 CONFIGS = (RouterConfig, PrefillConfig, DecodeConfig, ElasticConfig, ServeConfig, ClientConfig)
@@ -27,9 +28,20 @@ def test_the_page_is_that_of_the_declarations(check: ModuleType, monkeypatch: py
     assert check.main() == 0
 
 
-def test_it_has_every_option_of_every_process_and_of_commands_that_call_one(check: ModuleType) -> None:
-    named = set(re.findall(r"^\| `(--[a-z-]+)", check.page(), re.MULTILINE))
-    assert named == {each.flag for config in CONFIGS for each in options_of(config)}
+def test_it_has_every_option_that_is_shown_and_every_removed_one(check: ModuleType) -> None:
+    page, _, removed = check.page().partition("## Removed options")
+    shown = {each.flag for config in CONFIGS for each in options_of(config) if each.section is not Section.INTERNAL}
+    assert flags_of(page) == shown
+    assert flags_of(removed) == {f"--{name}" for name in REMOVED}
+
+
+def flags_of(page: str) -> set[str]:
+    return set(re.findall(r"^\| `(--[a-z-]+)", page, re.MULTILINE))
+
+
+def test_more_options_than_somebody_reads_are_noticed(check: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(check, "MOST_OPTIONS", len(check.of_processes()) - 1)
+    assert check.main() == 1
 
 
 def test_a_stale_page_is_noticed(check: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

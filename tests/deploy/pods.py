@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import re
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from shell.config import DecodeConfig, ElasticConfig, PrefillConfig, RouterConfig, ServeConfig, add_arguments, load
@@ -90,7 +90,10 @@ class Container:
     def configs(self) -> tuple[Config, ...]:
         """What each kind of process in it reads. Raises as `config`."""
         server = self.server()
-        return (self.config(),) if server is None else (server.router, server.prefill_worker, server.decode_worker)
+        if server is None:
+            return (self.config(),)
+        workers = (replace(each, device=server.devices[0]) for each in (server.prefill_worker, server.decode_worker))
+        return (server.router, *workers)
 
     def _whole_config(self) -> Config | ServeConfig:
         command, *arguments = self.arguments()

@@ -108,8 +108,8 @@ def test_values_reach_their_places(tmp_path: Path) -> None:
 
 
 def test_a_router_can_have_options_of_its_own(tmp_path: Path) -> None:
-    manifests = rendered(tmp_path, values(router={"options": {"TANDEM_MAX_RETRIES": "1"}}))
-    assert container(manifests, "router").config().max_retries == 1  # type: ignore[union-attr]
+    manifests = rendered(tmp_path, values(router={"options": {"TANDEM_MAX_PRIORITY": "1"}}))
+    assert container(manifests, "router").config().max_priority == 1  # type: ignore[union-attr]
 
 
 def test_pods_roll_when_options_change(tmp_path: Path) -> None:

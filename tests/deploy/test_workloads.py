@@ -65,7 +65,6 @@ def test_every_container_starts_a_process_that_accepts_its_arguments_and_environ
     workers = {ElasticConfig} if name in ELASTIC else {PrefillConfig, DecodeConfig}
     assert {type(config) for config in configs} == {RouterConfig, *workers}
     assert len({config.model for config in configs}) == 1
-    assert len({config.lease_s for config in configs}) == 1
 
 
 @pytest.mark.parametrize(

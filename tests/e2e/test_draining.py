@@ -103,13 +103,13 @@ async def streams_during(target: str, disturb: Callable[[], None], cache_salt: s
 async def test_streams_of_a_worker_that_leaves_go_on_with_their_kv(fleet: Fleet, answers: list[Tokens]) -> None:
     codes: list[int] = []
     with Client(fleet.target) as client:
-        handed_over, moved = num_handed_over(client), counted(client, names.REQUEST_MOVES.name)
+        handed_over, moved = num_handed_over(client), counted(client, names.FAILED_TRIES.name)
         got = await streams_during(fleet.target, lambda: codes.append(fleet.stop("decode-0").code))
 
         assert got == answers
         assert codes == [0]
         assert num_handed_over(client) > handed_over
-        assert counted(client, names.REQUEST_MOVES.name) == moved, "a request was replayed"
+        assert counted(client, names.FAILED_TRIES.name) == moved, "a request was replayed"
         assert becomes_idle(client)
 
 

@@ -58,7 +58,7 @@ def mixture(transport: str) -> Iterator[Cluster]:
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize("transport", ["shm", "tcp"])
 def test_two_elastic_workers_give_the_tokens_of_one_that_does_all(transport: str, expected: Answers) -> None:
-    options = ("--roles", "auto", "--workers", "2", "--transport", transport, *SMALL, *PRIORITY)
+    options = ("--workers", "2", "--transport", transport, *SMALL, *PRIORITY)
     with serve("demo", *options) as cluster, Client(cluster.target) as client:
         client.wait_ready(timeout_s=READY_S)
         assert answers_of(cluster) == expected
@@ -69,7 +69,7 @@ def test_two_elastic_workers_give_the_tokens_of_one_that_does_all(transport: str
 @pytest.mark.native
 @pytest.mark.skipif(len(usable_cores()) < 2, reason="needs two cores")
 def test_workers_of_serve_use_each_others_cores() -> None:
-    with serve("demo", "--roles", "auto", "--workers", "2") as cluster, Client(cluster.target) as client:
+    with serve("demo", "--workers", "2") as cluster, Client(cluster.target) as client:
         client.wait_ready(timeout_s=READY_S)
         assert eventually(lambda: len(client.status().workers) == 2, READY_S)
         client.complete("Once upon a time", max_tokens=20)
@@ -92,7 +92,7 @@ def test_elastic_workers_work_beside_static_ones(expected: Answers) -> None:
 @pytest.mark.timeout(240)
 def test_an_elastic_worker_killed_in_the_middle_changes_no_token() -> None:
     requests = [{"token_ids": tuple(range(5, 65 + 40 * i)), "max_tokens": 300, "seed": i} for i in range(8)]
-    with serve("demo", "--roles", "auto", "--workers", "2", *SMALL) as cluster, Client(cluster.target) as client:
+    with serve("demo", "--workers", "2", *SMALL) as cluster, Client(cluster.target) as client:
         client.wait_ready(timeout_s=READY_S)
         assert eventually(lambda: len(client.status().workers) == 2, READY_S)
         options = {"n": 2, "ignore_eos": True, "temperature": 0.8, "timeout_s": 90}

@@ -86,21 +86,16 @@ def long_enough(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Workloa
 
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize(
-    ("transport", "block_size", "chunk_tokens", "options"),
+    ("transport", "block_size", "chunk_tokens"),
     [
-        ("shm", 16, 64, ("--no-overlap",)),
-        ("tcp", 16, 64, ("--no-overlap",)),
-        ("tcp", 64, 64, ()),
-        pytest.param("nixl", 64, 512, ("--no-overlap",), marks=needs_nixl),
-        pytest.param("nixl", 1, 64, (), marks=needs_nixl),
+        ("shm", 16, 64),
+        ("tcp", 64, 64),
+        pytest.param("nixl", 64, 512, marks=needs_nixl),
+        pytest.param("nixl", 1, 64, marks=needs_nixl),
     ],
 )
-def test_served_tokens_are_the_same_without_overlap_and_with_random_delays(
-    transport: str,
-    block_size: int,
-    chunk_tokens: int,
-    options: tuple[str, ...],
-    long_enough: tuple[Path, Workload],
+def test_served_tokens_are_the_same_with_random_delays(
+    transport: str, block_size: int, chunk_tokens: int, long_enough: tuple[Path, Workload]
 ) -> None:
     folder, work = long_enough
     sizes = (
@@ -111,7 +106,7 @@ def test_served_tokens_are_the_same_without_overlap_and_with_random_delays(
         "--kv-blocks",
         str(32768 // block_size),
     )
-    with serve(str(folder), "--dtype", "float32", "--transport", transport, *sizes, *options) as cluster:
+    with serve(str(folder), "--dtype", "float32", "--transport", transport, *sizes) as cluster:
         with Client(cluster.target) as client:
             client.wait_ready(timeout_s=60)
             workers = [worker.info.pid for worker in client.status().workers]

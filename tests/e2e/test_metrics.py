@@ -32,7 +32,7 @@ def families(exposition: str) -> set[str]:
 
 
 def test_each_process_exposes_what_is_declared_for_it_and_nothing_else_of_ours(client: Client) -> None:
-    with serve("demo", "--roles", "auto", "--workers", "1") as cluster, Client(cluster.target) as elastic:
+    with serve("demo", "--workers", "1") as cluster, Client(cluster.target) as elastic:
         exposed = expositions(elastic) | expositions(client)
     assert exposed.keys() == set(Process)
     for process, exposition in exposed.items():

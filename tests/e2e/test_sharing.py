@@ -30,7 +30,7 @@ from tandem.types import Constraint, FinishReason, Language, Role, TokenLogprobs
 SEED = 17
 NUM_REQUESTS = 30
 CALLERS = 8
-COMMON = ("--max-priority", str(MAX_PRIORITY), "--patience-seconds", "60", "--max-retries", "20")
+COMMON = ("--max-priority", str(MAX_PRIORITY), "--patience-seconds", "60")
 LOGPROB_TOLERANCE = 0.002
 """Sums come in another order in batches of another size."""
 Answers = Mapping[str, Completion]

@@ -22,7 +22,7 @@ from router.attempt import Attempt
 from router.choice_stream import ChoiceStream
 from router.delivery import Delivery
 from router.placement import Placement
-from shell.telemetry.observers import RequestObserver, RequestStart
+from shell.telemetry.events import Events
 from tandem.errors import Reason, TandemError, TransferError
 from tandem.limits import Limits
 from tandem.types import (
@@ -40,7 +40,7 @@ from tandem.validation import Validator
 from tests.decode_rows import seqs_of
 from tests.joined_cores import BLOCK_SIZE, CoreLink, Wire, WireHandoff
 from tests.manual_clock import ManualClock
-from tests.recording_observers import RecordedRequest, RecordingWorker
+from tests.recorded_events import RecordedRequest, RecordedWorker
 from tests.registering import INFO
 from tests.token_engine import VOCAB_SIZE, WAIT_S, FakeEngine, expected_tokens
 from worker.core import Worker
@@ -48,7 +48,6 @@ from worker.parts import WorkerParts
 from worker.ports import Destination
 
 NUM_BLOCKS = 64
-START = RequestStart(RequestId("r"), 1, SamplingParams(3), 0, "", 0.0)
 
 
 def spec_of(num_prompt_tokens: int, max_tokens: int, salt: int = 0, num_choices: int = 1) -> GroupSpec:
@@ -97,7 +96,7 @@ class Stream:
     spec: GroupSpec
     delivery: Delivery
     ids: list[list[TokenId]]
-    observer: RecordedRequest
+    recorded: RecordedRequest
     attempt: Attempt
     task: asyncio.Task[None]
 
@@ -127,7 +126,7 @@ class Decoder:
     cache: PrefixCache
     core: Worker
     link: CoreLink
-    observer: RecordingWorker = field(default_factory=RecordingWorker)
+    recorded: RecordedWorker = field(default_factory=RecordedWorker)
 
 
 class TwoDecoders:
@@ -148,13 +147,13 @@ class TwoDecoders:
 
     def _decoder(self, name: str, engine: FakeEngine, receiver: Any, sender: Any, *, overlap_steps: bool) -> Decoder:
         info = replace(INFO, worker_id=WorkerId(name), incarnation=Incarnation(name), max_sequence_tokens=4096)
-        cache, observer = PrefixCache(engine._pool), RecordingWorker()
-        parts = WorkerParts(engine, cache, Validator(Limits(), VOCAB_SIZE, 4096), self.clock, observer)
+        cache, recorded = PrefixCache(engine._pool), RecordedWorker()
+        parts = WorkerParts(engine, cache, Validator(Limits(), VOCAB_SIZE, 4096), self.clock, recorded.events)
         policy = WorkerPolicy(
             StepLimits(BLOCK_SIZE, 8, chunk_tokens=16), 4096, first_guess_tokens=4, overlap_steps=overlap_steps
         )
         core = new_decode_worker(parts, receiver, policy, sender)
-        return Decoder(info, engine, cache, core, CoreLink(info, core), observer)
+        return Decoder(info, engine, cache, core, CoreLink(info, core), recorded)
 
     async def __aenter__(self) -> TwoDecoders:
         self._running = [asyncio.create_task(each.core.run()) for each in (self.old, self.new)]
@@ -169,7 +168,7 @@ class TwoDecoders:
                 await each.core.drained()
             each.core.check_idle()
             each.cache.check_invariants()
-            each.observer.check_all_ended()
+            each.recorded.check_all_ended()
         for task in self._running:
             task.cancel()
         await asyncio.gather(*self._running, return_exceptions=True)
@@ -185,10 +184,10 @@ class TwoDecoders:
             ChoiceStream(each.index, detokenizer, TextParams(), lambda _: None)
             for each, detokenizer in zip(spec.choices, detokenizers, strict=True)
         ]
-        delivery, observer = Delivery(streams, RequestObserver()), RecordedRequest(START)
-        attempt = self._attempt(Placement(None, self.old.info), delivery, observer)
+        delivery, recorded = Delivery(streams, Events()), RecordedRequest()
+        attempt = self._attempt(Placement(None, self.old.info), delivery, recorded)
         task = asyncio.create_task(attempt.run(spec))
-        return Stream(spec, delivery, [each.ids for each in detokenizers], observer, attempt, task)
+        return Stream(spec, delivery, [each.ids for each in detokenizers], recorded, attempt, task)
 
     async def move(self, stream: Stream) -> None:
         """Once it leaves: the new one is asked to take it over."""
@@ -198,7 +197,7 @@ class TwoDecoders:
         choices = [replace(each, output_token_ids=each.output_token_ids[:-1]) for each in stream.delivery.open_choices]
         known = replace(stream.spec, choices=tuple(choices))
         placement = Placement(self.old.info, self.new.info)
-        stream.attempt = self._attempt(placement, stream.delivery, stream.observer, stream.attempt)
+        stream.attempt = self._attempt(placement, stream.delivery, stream.recorded, stream.attempt)
         stream.task = asyncio.create_task(stream.attempt.run(known))
 
     async def finish(self, *streams: Stream) -> None:
@@ -224,10 +223,10 @@ class TwoDecoders:
                 await asyncio.sleep(0.001)
 
     def _attempt(
-        self, placement: Placement, delivery: Delivery, observer: RecordedRequest, source: Attempt | None = None
+        self, placement: Placement, delivery: Delivery, recorded: RecordedRequest, source: Attempt | None = None
     ) -> Attempt:
         links: Any = self
-        return Attempt(placement, links, delivery, observer, self.clock, 0.0, 60.0, lambda _: None, source)
+        return Attempt(placement, links, delivery, recorded.events, self.clock, 0.0, 60.0, lambda _: None, source)
 
 
 def computed_tokens(steps: list[Step]) -> int:
@@ -254,11 +253,11 @@ async def test_it_goes_on_where_it_was_with_its_kv(num_prompt_tokens: int, overl
         cores.old.engine.let_go()
         await cores.finish(stream)
         computed = computed_tokens(cores.new.engine.steps)
-        handed = [call for call in stream.observer.calls if call[0] == "handed_over"]
-        (moved,) = cores.old.observer.sequences
+        handed = [call for call in stream.recorded.calls if call[0] == "KvArrived"]
+        (moved,) = cores.old.recorded.sequences
     assert computed < 60, "what was handed over was computed again"
     assert len(handed) == 1
-    assert "transferred" in moved.names
+    assert "Transferred" in moved.names
 
 
 async def test_the_old_one_stays_until_the_router_has_heard_of_the_end() -> None:
@@ -356,9 +355,9 @@ async def test_several_choices_go_on_with_the_kv_of_their_prompt(num_prompt_toke
         await cores.move(stream)
         cores.old.engine.let_go()
         await cores.finish(stream)
-        (moved,) = cores.old.observer.sequences
+        (moved,) = cores.old.recorded.sequences
         contexts = [seq.context_len for step in cores.new.engine.steps for seq in seqs_of(step)]
-    assert "transferred" in moved.names
+    assert "Transferred" in moved.names
     assert min(contexts) >= num_prompt_tokens, "the prompt was computed again"
 
 

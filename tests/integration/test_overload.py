@@ -33,7 +33,7 @@ async def overloaded(num_blocks: int) -> AsyncIterator[tuple[TwoDecoders, list[S
 
 
 def moves(cores: TwoDecoders) -> list[tuple[Any, ...]]:
-    return [call for each in cores.old.observer.sequences for call in each.calls if call[0] == "moved"]
+    return [call for each in cores.old.recorded.sequences for call in each.calls if call[0] == "Moved"]
 
 
 async def test_an_overloaded_one_gives_one_stream_away_and_every_token_is_right() -> None:
@@ -42,7 +42,7 @@ async def test_an_overloaded_one_gives_one_stream_away_and_every_token_is_right(
         await cores.move(first)
         cores.old.engine.let_go()
         await cores.finish(*streams)
-        assert moves(cores) == [("moved", MoveReason.OVERLOAD)]
+        assert moves(cores) == [("Moved", MoveReason.OVERLOAD)]
         assert computed_tokens(cores.new.engine.steps) < 48, "what was handed over was computed again"
 
 

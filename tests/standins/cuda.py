@@ -6,12 +6,11 @@ import ctypes
 import secrets
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import replace
-from functools import cache
+from functools import cache, partialmethod
 
 import torch
 
-from engine.loading import EngineOptions
+from engine.loading import EngineRole
 from engine.pool_memory import PoolAllocation
 from kernels.cuda_driver import CudaDriver
 from kernels.cuda_memory import DeviceRange, SharedAllocation
@@ -83,10 +82,7 @@ def pools_lie_here() -> None:
         return PoolAllocation(tensor_over(allocation.range)[:num_bytes], allocation if shared else None)
 
     PoolAllocation.allocate = allocate  # type: ignore[method-assign,assignment]
-    of_worker = EngineOptions.of_worker
-    EngineOptions.of_worker = lambda *args, **kwargs: replace(  # type: ignore[method-assign]
-        of_worker(*args, **kwargs), staged_kv=True
-    )
+    EngineRole.__init__ = partialmethod(EngineRole.__init__, staged_kv=True)  # type: ignore[method-assign,assignment]
     probe = CudaIpcTransport.probe
     CudaIpcTransport.probe = lambda self, _: probe(self, torch.device("cuda", 0))  # type: ignore[method-assign]
 

@@ -19,23 +19,21 @@ from typing import TypeVar
 from opentelemetry.trace import Tracer
 
 from engine.guides import Guides
-from engine.loading import Engine, EngineOptions, load_engine, resolve_device
+from engine.loading import Engine, EngineRole, load_engine, resolve_device
 from engine.prefix_cache import PrefixCache
-from kernels.cpu.core_loans import CoreLoan
 from kvtransfer.base import DeviceMemory, Fingerprints, PoolMemory
 from kvtransfer.sender import KvSender
-from kvtransfer.timing import Timing
 from kvtransfer.transports import choose
 from models.files.checkpoint import CheckpointInfo
 from models.preflight import read_servable
 from shell.clock import MonotonicClock
 from shell.config import WorkerConfig
 from shell.rpc.process import StopSignal, run_process
+from shell.telemetry.events import ProcessEvents, WorkerEvents
 from shell.telemetry.logging import configure_logging
 from shell.telemetry.loop_lag import LoopLag
 from shell.telemetry.metric import Process
 from shell.telemetry.metrics import Metrics
-from shell.telemetry.observers import WorkerObserver, worker_observers
 from shell.telemetry.tracing import tracing
 from tandem.errors import ConfigError
 from tandem.security.credentials import Security
@@ -44,10 +42,10 @@ from tandem.validation import Validator
 from worker.parts import WorkerParts
 from worker.ports import WorkerCore
 from worker.serving.cache_reports import CacheListeners, CacheReports
-from worker.serving.kv_events import KvEvents, KvEventsOptions
+from worker.serving.kv_events import KvEvents
 from worker.serving.metrics import WorkerMetrics, cache_readings, load_readings, wait_readings
 from worker.serving.process import WorkerProcess
-from worker.serving.spans import sequence_spans
+from worker.serving.spans import SequenceSpans
 
 C = TypeVar("C", bound=WorkerConfig)
 SWITCH_INTERVAL_S = 0.0002
@@ -75,7 +73,7 @@ class Foundation:
     incarnation: Incarnation
     worker_id: WorkerId
     metrics: Metrics
-    observer: WorkerObserver
+    events: WorkerEvents
     clock: MonotonicClock
 
     @classmethod
@@ -87,8 +85,9 @@ class Foundation:
         incarnation, clock = new_incarnation(), MonotonicClock()
         worker_id = WorkerId(config.worker_id or f"{role.value}-{incarnation[:8]}")
         metrics = Metrics(Process(role.value), checkpoint.name, worker_id)
-        observer = worker_observers([*sequence_spans(tracer, role), WorkerMetrics(metrics, clock)])
-        return cls(role, config, security, checkpoint, transports, incarnation, worker_id, metrics, observer, clock)
+        spans = () if tracer is None else (SequenceSpans(tracer, role).hear,)
+        events: WorkerEvents = ProcessEvents(*spans, WorkerMetrics(metrics, clock).hear)
+        return cls(role, config, security, checkpoint, transports, incarnation, worker_id, metrics, events, clock)
 
     @property
     def validator(self) -> Validator:
@@ -96,12 +95,12 @@ class Foundation:
         return Validator(self.config.limits, self.checkpoint.vocab_size, self.checkpoint.context_tokens)
 
     @asynccontextmanager
-    async def engine(self, options: EngineOptions, stop: StopSignal) -> AsyncIterator[Engine]:
+    async def engine(self, role: EngineRole, stop: StopSignal) -> AsyncIterator[Engine]:
         """Loads the engine, and closes it at the end. Raises ConfigError, CheckpointError.
 
         So it does if a file of the config or tokenizer is another than `checkpoint` was read from.
         """
-        engine = await stop.unless_stopped(partial(load_engine, options))
+        engine = await stop.unless_stopped(partial(load_engine, self.config, role))
         try:
             self.checkpoint.read.check()
             yield engine
@@ -124,12 +123,11 @@ class Foundation:
             self.clock,
             self.config.transport,
             tls=self.security.outgoing.tls,
-            timing=Timing(lease_s=self.config.lease_s),
         )
 
     def parts(self, engine: Engine, guides: Guides) -> WorkerParts:
         """What the core works with."""
-        return WorkerParts(engine.thread, engine.cache, self.validator, self.clock, self.observer, guides)
+        return WorkerParts(engine.thread, engine.cache, self.validator, self.clock, self.events, guides)
 
     def fingerprints(self, engine: Engine) -> Fingerprints:
         """What the other side of a transfer must share."""
@@ -152,13 +150,7 @@ class Foundation:
             pid=os.getpid(),
             device=str(engine.model.device),
             max_seqs=engine.max_seqs,
-            core_group=self._core_group(engine),
         )
-
-    def _core_group(self, engine: Engine) -> str:
-        """Empty = its kernels use no other worker's cores."""
-        loan = CoreLoan.of_process()
-        return "" if loan is None or engine.backend_name != "cpu" else loan.group()
 
     async def serve(self, core: WorkerCore, info: WorkerInfo, stop: StopSignal, cache: PrefixCache) -> None:
         """Serves until a stop is asked for, then drains. Raises ConfigError if an address cannot be had."""
@@ -173,19 +165,16 @@ class Foundation:
     def _telling_of(self, cache: PrefixCache) -> Iterator[CacheReports | None]:
         """Has routers, and who else may want it, told what the cache holds; None if there is no cache."""
         config = self.config
-        if config.kv_events_replay is not None and config.kv_events is None:
-            raise ConfigError("--kv-events-replay", "needs --kv-events")
         if not config.prefix_cache:
-            if config.kv_events is not None:
+            if config.kv_events:
                 raise ConfigError("--kv-events", "needs --prefix-cache")
             yield None
             return
         cache.listener = reports = CacheReports(cache)
-        if config.kv_events is None:
+        if not config.kv_events:
             yield reports
             return
-        options = KvEventsOptions(config.kv_events, config.kv_events_replay, config.kv_events_topic)
-        with KvEvents(options, cache.pool.block_size) as events:
+        with KvEvents(config) as events:
             cache.listener = CacheListeners((reports, events))
             try:
                 yield reports

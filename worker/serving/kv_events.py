@@ -15,13 +15,13 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, TypeAlias
 
 import msgpack
 import zmq
 
+from shell.config import WorkerConfig
 from shell.telemetry.logging import get_logger
 from tandem.errors import ConfigError
 from tandem.types import TokenId
@@ -49,22 +49,11 @@ _Batch: TypeAlias = tuple[int, float, list[_Event]]
 _log = get_logger(__name__)
 
 
-@dataclass(frozen=True, slots=True)
-class KvEventsOptions:
-    """What is published where."""
-
-    address: str
-    """Of ZeroMQ, to bind: `tcp://HOST:PORT`, where HOST may be `*`, or `ipc://PATH`."""
-    replay_address: str | None
-    topic: str
-
-
 class KvEvents:
     """A `CacheListener`. Use as a context manager around the loop's work, on the loop."""
 
-    def __init__(self, options: KvEventsOptions, block_size: int, unix_time: Callable[[], float] = time.time) -> None:
-        self._options = options
-        self._block_size = block_size
+    def __init__(self, config: WorkerConfig, unix_time: Callable[[], float] = time.time) -> None:
+        self._config = config
         self._unix_time = unix_time
         self._events: list[_Event] = []
         """Of this turn of the loop."""
@@ -82,19 +71,24 @@ class KvEvents:
 
     @property
     def addresses(self) -> tuple[str, ...]:
-        """Where it can be reached: of the events, and of replays."""
-        bound = (self._publisher, self._replays)[: 1 if self._options.replay_address is None else 2]
+        """Returns where events are published, and where replays are asked for, if anywhere."""
+        bound = (self._publisher, self._replays)[: len(self._config.kv_events)]
         return tuple(each.getsockopt_string(zmq.LAST_ENDPOINT) for each in bound)
 
+    @property
+    def _has_replays(self) -> bool:
+        return len(self._config.kv_events) > 1
+
     def __enter__(self) -> KvEvents:
-        """Raises ConfigError if an address cannot be had."""
+        """Raises ConfigError if an address is in use, or if there are more than two."""
         self._publisher.set_hwm(MAX_UNREAD)
         self._replays.set_hwm(MAX_KEPT + 1)
         self._replays.setsockopt(zmq.ROUTER_MANDATORY, 1)
         try:
-            _bind(self._publisher, "--kv-events", self._options.address)
-            if self._options.replay_address is not None:
-                _bind(self._replays, "--kv-events-replay", self._options.replay_address)
+            if len(self._config.kv_events) > 2:
+                raise ConfigError("--kv-events", "takes one address for events and one for replays, no more")
+            for socket, address in zip((self._publisher, self._replays), self._config.kv_events, strict=False):
+                _bind(socket, address)
         except ConfigError:
             self._close()
             raise
@@ -124,7 +118,7 @@ class KvEvents:
             "block_hashes": list(hashes),
             "parent_block_hash": parent_hash,
             "token_ids": list(token_ids),
-            "block_size": self._block_size,
+            "block_size": self._config.block_size,
             "lora_id": None,
             "medium": _MEDIUM,
             "lora_name": None,
@@ -163,7 +157,7 @@ class KvEvents:
     def _run(self) -> None:
         poller = zmq.Poller()
         poller.register(self._wake, zmq.POLLIN)
-        if self._options.replay_address is not None:
+        if self._has_replays:
             poller.register(self._replays, zmq.POLLIN)
         while True:
             for socket, _ in poller.poll():
@@ -181,8 +175,8 @@ class KvEvents:
         number, unix_time, events = batch
         sequence = number.to_bytes(_NUMBER_BYTES, "big")
         payload: bytes = msgpack.packb([unix_time, events, 0])  # 0: the rank among data parallel engines
-        self._publisher.send_multipart([self._options.topic.encode(), sequence, payload], zmq.NOBLOCK)
-        if self._options.replay_address is None:
+        self._publisher.send_multipart([self._config.kv_events_topic.encode(), sequence, payload], zmq.NOBLOCK)
+        if not self._has_replays:
             return
         self._kept.append((sequence, payload))
         self._num_kept_bytes += len(payload)
@@ -204,10 +198,10 @@ class KvEvents:
             _log.warning("a replay of KV events was cut short", error=str(error))
 
 
-def _bind(socket: zmq.Socket[bytes], option: str, address: str) -> None:
+def _bind(socket: zmq.Socket[bytes], address: str) -> None:
     socket.setsockopt(zmq.IPV6, int("[" in address))
     socket.setsockopt(zmq.MAXMSGSIZE, _MAX_RECEIVED_BYTES)
     try:
         socket.bind(address)
     except zmq.ZMQError as error:
-        raise ConfigError(option, f"{error} (got {address!r})") from error
+        raise ConfigError("--kv-events", f"{error} (got {address!r})") from error

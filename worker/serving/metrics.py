@@ -8,14 +8,27 @@ from collections.abc import Iterable, Iterator
 from engine.prefix_cache import CacheCounters
 from shell.clock import Clock
 from shell.telemetry import metric_names as names
+from shell.telemetry.events import (
+    FirstToken,
+    Moved,
+    PrefixLookedUp,
+    SequenceArrived,
+    SequenceEnded,
+    SequenceEvent,
+    SequenceListener,
+    Started,
+    StepEnded,
+    Transferred,
+    TransferStarted,
+    WorkerEvent,
+)
 from shell.telemetry.metrics import Metrics, Reading
-from shell.telemetry.observers import SequenceObserver, StepReport, WorkerObserver
-from tandem.errors import TandemError, TransferError
-from tandem.types import GroupSpec, MoveReason, Role, WaitReason, WorkerLoad
+from tandem.errors import TransferError
+from tandem.types import Role, WaitReason, WorkerLoad
 
 
-class WorkerMetrics(WorkerObserver):
-    """Counts for one process."""
+class WorkerMetrics:
+    """A worker's counters and histograms."""
 
     def __init__(self, metrics: Metrics, clock: Clock) -> None:
         self.clock = clock
@@ -27,7 +40,7 @@ class WorkerMetrics(WorkerObserver):
         self.transfer_failures = metrics.counter(names.TRANSFER_FAILURES)
         self.transfer_s = metrics.histogram(names.TRANSFER_SECONDS)
         self.transfer_bytes = metrics.counter(names.TRANSFER_BYTES)
-        self.hand_overs = metrics.counter(names.HAND_OVERS)
+        self.moves = metrics.counter(names.MOVES)
         self.cache_queries = metrics.counter(names.PREFIX_CACHE_QUERIES)
         self.cache_hits = metrics.counter(names.PREFIX_CACHE_HITS)
         self._computed_tokens = metrics.counter(names.COMPUTED_PROMPT_TOKENS)
@@ -35,23 +48,23 @@ class WorkerMetrics(WorkerObserver):
         self._step_seqs = metrics.histogram(names.STEP_SEQS)
         self._step_tokens = metrics.histogram(names.STEP_TOKENS)
 
-    def sequence(self, spec: GroupSpec, *, for_another: bool = False) -> SequenceObserver:
-        """A request arrives."""
-        return _Request(self, spec.num_first_tokens)
+    def hear(self, event: WorkerEvent) -> SequenceListener | None:
+        """A listener of the process. Returns the listener of a sequence that arrives."""
+        match event:
+            case SequenceArrived():
+                return _Sequence(self, event.spec.num_first_tokens).hear
+            case StepEnded(seconds, num_prefill_tokens, num_decode_seqs, num_seqs):
+                kind = "decode" if not num_prefill_tokens else "mixed" if num_decode_seqs else "prefill"
+                self._step_s[kind].observe(seconds)
+                self._step_seqs.observe(num_seqs)
+                self._step_tokens.observe(num_prefill_tokens + num_decode_seqs)
+                self._computed_tokens.add(num_prefill_tokens)
+                self.sampled_tokens.add(num_decode_seqs)
+        return None
 
-    def step(self, report: StepReport) -> None:
-        """A step is over."""
-        num_prefill_tokens, num_decode_seqs = report.num_prefill_tokens, report.num_decode_seqs
-        kind = "decode" if not num_prefill_tokens else "mixed" if num_decode_seqs else "prefill"
-        self._step_s[kind].observe(report.seconds)
-        self._step_seqs.observe(len(report.specs))
-        self._step_tokens.observe(num_prefill_tokens + num_decode_seqs)
-        self._computed_tokens.add(num_prefill_tokens)
-        self.sampled_tokens.add(num_decode_seqs)
 
-
-class _Request(SequenceObserver):
-    """One request's way; what waits, is reserved or preempted is read from the load."""
+class _Sequence:
+    """One sequence's way; what waits, is reserved or preempted is read from the load."""
 
     def __init__(self, of: WorkerMetrics, num_first_tokens: int) -> None:
         self._of = of
@@ -60,33 +73,31 @@ class _Request(SequenceObserver):
         self._started = False
         self._transferring = False
 
-    def looked_up(self, num_tokens: int, num_cached_tokens: int) -> None:
-        self._of.cache_queries.add(num_tokens)
-        self._of.cache_hits.add(num_cached_tokens)
-
-    def started(self) -> None:
-        if not self._started:
-            self._started = True
-            self._of.wait_s.observe(self._of.clock.now_s() - self._arrived_s)
-
-    def first_token(self) -> None:
-        self._of.sampled_tokens.add(self._num_first_tokens)
-
-    def transfer_started(self) -> None:
-        self._transferring = True
-
-    def transferred(self, num_bytes: int, seconds: float, transport: str | None) -> None:
+    def hear(self, event: SequenceEvent) -> None:
         of = self._of
-        self._transferring = False
-        of.transfers.add(1, "committed")
-        of.transfer_s.observe(seconds)
-        of.transfer_bytes.add(num_bytes)
+        match event:
+            case PrefixLookedUp():
+                of.cache_queries.add(event.num_tokens)
+                of.cache_hits.add(event.num_cached_tokens)
+            case Started() if not self._started:
+                self._started = True
+                of.wait_s.observe(of.clock.now_s() - self._arrived_s)
+            case FirstToken():
+                of.sampled_tokens.add(self._num_first_tokens)
+            case TransferStarted():
+                self._transferring = True
+            case Transferred():
+                self._transferring = False
+                of.transfers.add(1, "committed")
+                of.transfer_s.observe(event.seconds)
+                of.transfer_bytes.add(event.num_bytes)
+            case Moved():
+                of.moves.add(1, event.reason)
+            case SequenceEnded():
+                self._ended(event)
 
-    def moved(self, reason: MoveReason) -> None:
-        self._of.hand_overs.add(1, reason)
-
-    def ended(self, error: TandemError | None, num_tokens: int) -> None:
-        of = self._of
+    def _ended(self, event: SequenceEnded) -> None:
+        of, error = self._of, event.error
         of.sequences.add(1, "ended" if error is None else "failed")
         if error is not None:
             of.failures.add(1, error.reason)

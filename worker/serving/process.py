@@ -92,7 +92,7 @@ class WorkerProcess:
             config.listen,
             [service],
             incoming=security.incoming,
-            max_receive_bytes=config.max_receive_bytes,
+            max_receive_bytes=config.limits.max_message_bytes,
             metrics=metrics,
         )
 

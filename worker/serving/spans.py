@@ -2,49 +2,60 @@
 
     prefill worker   queue → prefill ─▶ first token
                                kv.transfer ───────▶ committed      overlaps: chunks go out while others compute
-    decode worker    queue → kv.receive → decode                   handed over
+    decode worker    queue → kv.receive → decode                   handed off
                      queue → prefill → decode                      computed here
 
 A span that ends early is marked with the error, or as released where there is none: whether the
-request was cancelled or had all it wanted is told by `generate`.
+request was cancelled or had all it wanted stands in `generate`.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 from opentelemetry.context import Context
 from opentelemetry.trace import Span, Tracer
 
-from shell.telemetry.observers import SequenceObserver, WorkerObserver
+from shell.telemetry.events import (
+    BlocksReserved,
+    FirstToken,
+    Preempted,
+    PrefixLookedUp,
+    SequenceArrived,
+    SequenceEnded,
+    SequenceEvent,
+    SequenceListener,
+    Started,
+    Transferred,
+    TransferStarted,
+    WorkerEvent,
+)
 from shell.telemetry.trace_context import context_of, mark_failed
-from tandem.errors import TandemError
 from tandem.types import GroupSpec, Role
 
 QUEUE, PREFILL, TRANSFER, RECEIVE, DECODE = "queue", "prefill", "kv.transfer", "kv.receive", "decode"
 
 
-def sequence_spans(tracer: Tracer | None, role: Role) -> Sequence[WorkerObserver]:
-    """A worker's observer for traces; none without a tracer."""
-    if tracer is None:
-        return ()
-    return (_RequestSpans(tracer, role),)
+class SequenceSpans:
+    """A worker's listener for traces."""
 
-
-class _RequestSpans(WorkerObserver):
     def __init__(self, tracer: Tracer, role: Role) -> None:
         self._tracer = tracer
         self._decodes = role.decodes
 
-    def sequence(self, spec: GroupSpec, *, for_another: bool = False) -> SequenceObserver:
-        kind = _Decoded if self._decodes and not for_another else _Prefilled
+    def hear(self, event: WorkerEvent) -> SequenceListener | None:
+        """Returns the listener of a sequence whose trace is recorded."""
+        if not isinstance(event, SequenceArrived):
+            return None
+        spec = event.spec
+        kind = _Decoded if self._decodes and not event.for_another else _Prefilled
         parent = context_of(spec.traceparent, spec.tracestate)
         queue = self._tracer.start_span(QUEUE, parent, attributes=_name_of(spec))
-        return kind(self._tracer, spec, parent, queue) if queue.is_recording() else SequenceObserver()
+        return kind(self._tracer, spec, parent, queue).hear if queue.is_recording() else None
 
 
-class _Spans(SequenceObserver):
+class _Spans:
     """The open spans of one request."""
 
     def __init__(self, tracer: Tracer, spec: GroupSpec, parent: Context, queue: Span) -> None:
@@ -54,13 +65,21 @@ class _Spans(SequenceObserver):
         self._open: dict[str, Span] = {QUEUE: queue}
         self._num_cached_tokens = 0
 
-    def looked_up(self, num_tokens: int, num_cached_tokens: int) -> None:
-        self._num_cached_tokens = num_cached_tokens
+    def hear(self, event: SequenceEvent) -> None:
+        """What both roles do."""
+        match event:
+            case PrefixLookedUp():
+                self._num_cached_tokens = event.num_cached_tokens
+            case Started():
+                self._finish(QUEUE)
+                self._computes(PREFILL)
+            case SequenceEnded():
+                self._ended(event)
 
-    def ended(self, error: TandemError | None, num_tokens: int) -> None:
+    def _ended(self, event: SequenceEnded) -> None:
         for name, span in self._open.items():
-            if error is not None:
-                mark_failed(span, error.reason.value)
+            if event.error is not None:
+                mark_failed(span, event.error.reason.value)
             elif name != DECODE:
                 span.set_attribute("tandem.released", True)
             span.end()
@@ -77,11 +96,11 @@ class _Spans(SequenceObserver):
         if span is not None:
             span.end(end_ns)
 
-    def _sent(self, num_bytes: int, seconds: float, transport: str | None) -> None:
+    def _sent(self, event: Transferred) -> None:
         span = self._open[TRANSFER]
-        span.set_attributes({"tandem.transfer.bytes": num_bytes, "tandem.transfer.busy_seconds": seconds})
-        if transport is not None:
-            span.set_attribute("tandem.transfer.transport", transport)
+        span.set_attributes({"tandem.transfer.bytes": event.num_bytes, "tandem.transfer.busy_seconds": event.seconds})
+        if event.transport is not None:
+            span.set_attribute("tandem.transfer.transport", event.transport)
         self._finish(TRANSFER)
 
     def _computes(self, name: str) -> None:
@@ -98,65 +117,58 @@ class _Spans(SequenceObserver):
 
 
 class _Prefilled(_Spans):
-    def started(self) -> None:
-        self._finish(QUEUE)
-        self._computes(PREFILL)
+    def hear(self, event: SequenceEvent) -> None:
+        match event:
+            case FirstToken():
+                self._finish(PREFILL)
+            case TransferStarted():
+                self._begin(TRANSFER)
+            case Transferred():
+                self._sent(event)
+            case _:
+                super().hear(event)
 
-    def first_token(self) -> None:
-        self._finish(PREFILL)
-
-    def transfer_started(self) -> None:
-        self._begin(TRANSFER)
-
-    def transferred(self, num_bytes: int, seconds: float, transport: str | None) -> None:
-        self._sent(num_bytes, seconds, transport)
-
-    def ended(self, error: TandemError | None, num_tokens: int) -> None:
-        if error is not None and not self._open:
+    def _ended(self, event: SequenceEnded) -> None:
+        if event.error is not None and not self._open:
             self._begin(TRANSFER)  # computed, but the hand-off failed before its first block
-        super().ended(error, num_tokens)
+        super()._ended(event)
 
 
 class _Decoded(_Spans):
     _reserved_ns = 0
 
-    def reserved(self) -> None:
-        self._reserved_ns = time.time_ns()
+    def hear(self, event: SequenceEvent) -> None:
+        match event:
+            case BlocksReserved():
+                self._reserved_ns = time.time_ns()
+            case TransferStarted() if DECODE in self._open:
+                self._begin(TRANSFER)  # a move to another decode worker
+            case TransferStarted():
+                self._receive().add_event("transfer_started")
+            case Transferred() if TRANSFER in self._open:
+                self._sent(event)
+            case Transferred():
+                self._decodes_after(RECEIVE)
+            case FirstToken():
+                self._decodes_after(PREFILL)
+            case Started() if DECODE in self._open:
+                self._open[DECODE].add_event("scheduled")
+            case Preempted():
+                for span in self._open.values():
+                    span.add_event("preempted")
+            case _:
+                super().hear(event)
 
-    def transfer_started(self) -> None:
-        if DECODE in self._open:
-            self._begin(TRANSFER)  # to another decode worker
-        else:
-            self._receive().add_event("transfer_started")
-
-    def transferred(self, num_bytes: int, seconds: float, transport: str | None) -> None:
-        if TRANSFER in self._open:
-            self._sent(num_bytes, seconds, transport)
-        else:
-            self._finish(RECEIVE)
-            self._computes(DECODE)
-
-    def started(self) -> None:
-        if DECODE in self._open:
-            self._open[DECODE].add_event("scheduled")
-        else:
-            self._finish(QUEUE)
-            self._computes(PREFILL)
-
-    def first_token(self) -> None:
-        self._finish(PREFILL)
-        self._computes(DECODE)
-
-    def preempted(self) -> None:
-        for span in self._open.values():
-            span.add_event("preempted")
-
-    def ended(self, error: TandemError | None, num_tokens: int) -> None:
+    def _ended(self, event: SequenceEnded) -> None:
         if QUEUE in self._open and self._reserved_ns:
             self._receive()  # no writer came: it did not wait in the queue
         if DECODE in self._open:
-            self._open[DECODE].set_attribute("gen_ai.usage.output_tokens", num_tokens)
-        super().ended(error, num_tokens)
+            self._open[DECODE].set_attribute("gen_ai.usage.output_tokens", event.num_tokens)
+        super()._ended(event)
+
+    def _decodes_after(self, name: str) -> None:
+        self._finish(name)
+        self._computes(DECODE)
 
     def _receive(self) -> Span:
         self._finish(QUEUE, self._reserved_ns)

@@ -19,15 +19,16 @@ from decode_worker.scheduler import StepLimits
 from decode_worker.worker import new_decode_worker
 from engine.block_pool import BlockPool
 from engine.guides import Guides
-from engine.loading import Engine, EngineOptions, load_engine
-from engine.placement import ThreadPlacement
+from engine.loading import Engine, EngineRole, load_engine
 from engine.step import SampledToken
 from kvtransfer.base import Fingerprints, PoolMemory
 from kvtransfer.receiver import KvReceiver
 from kvtransfer.transports import SHM, TCP
 from shell.clock import MonotonicClock
+from shell.config import WorkerConfig
 from tandem.errors import TandemError
 from tandem.limits import Limits
+from tandem.option_values import SizedFolder
 from tandem.types import (
     ChoiceSpec,
     FinishReason,
@@ -115,22 +116,19 @@ def load_tiny_engine(tiny_llama: Path, tmp_path: Path) -> Iterator[Callable[...,
         host_cache_bytes: int = 0,
         disk_cache_bytes: int = 0,
     ) -> Engine:
-        options = EngineOptions(
-            model_path=tiny_llama,
+        config = WorkerConfig(
+            model=str(tiny_llama),
             device="cpu",
             dtype="float32",
             block_size=block_size,
             kv_blocks=num_blocks,
             attention_backend="reference",
-            shared_kv=shared_kv,
-            staged_kv=staged_kv,
             prefix_cache=prefix_cache,
             host_cache_bytes=host_cache_bytes,
-            disk_cache_folder=tmp_path if disk_cache_bytes else None,
-            disk_cache_bytes=disk_cache_bytes,
-            placement=ThreadPlacement(threads=1),
+            disk_cache=SizedFolder(str(tmp_path), disk_cache_bytes) if disk_cache_bytes else None,
+            threads=1,
         )
-        engines.append(load_engine(options))
+        engines.append(load_engine(config, EngineRole(shared_kv=shared_kv, staged_kv=staged_kv)))
         engines[-1].kv_cache.fill_poison()
         return engines[-1]
 

@@ -24,7 +24,7 @@ from tandem.rpc.received_error import error_from_rpc
 from tandem.types import Role, WorkerId, WorkerInfo, new_incarnation
 from tandem.v1 import inference_pb2 as pb
 from tandem.v1 import inference_pb2_grpc, registry_pb2, registry_pb2_grpc
-from tests.recording_observers import RecordingRouter
+from tests.recorded_events import RecordedRouter
 
 PATIENCE_S = 20.0
 POLL_S = 0.001
@@ -49,9 +49,9 @@ class Fakes:
 class FakeCluster:
     """One router and its fake workers."""
 
-    def __init__(self, router: Router, model: str, fakes: Fakes, observer: RecordingRouter) -> None:
+    def __init__(self, router: Router, model: str, fakes: Fakes, recorded: RecordedRouter) -> None:
         self.router = router
-        self.observer = observer
+        self.recorded = recorded
         self.workers: dict[str, Any] = {}
         self._fakes = fakes
         self.stop = asyncio.Event()
@@ -199,9 +199,9 @@ async def launch(byte_checkpoint: Path, fake_worker: Any, token_at: Any) -> Asyn
         config = RouterConfig(
             **{"model": str(byte_checkpoint), "listen": "127.0.0.1:0", "drain_grace_s": 0.0} | options
         )
-        observer = RecordingRouter()
-        router = Router(config, policy=policy, stall_s=stall_s, rng=Random(1), observer=observer)
-        cluster = FakeCluster(router, config.model, Fakes(fake_worker, token_at), observer)
+        recorded = RecordedRouter()
+        router = Router(config, policy=policy, stall_s=stall_s, rng=Random(1), listener=recorded.hear)
+        cluster = FakeCluster(router, config.model, Fakes(fake_worker, token_at), recorded)
         await cluster.start()
         clusters.append(cluster)
         return cluster
@@ -210,7 +210,7 @@ async def launch(byte_checkpoint: Path, fake_worker: Any, token_at: Any) -> Asyn
     try:
         for cluster in clusters:
             await until(lambda cluster=cluster: cluster.idle)
-            cluster.observer.check_all_ended()
+            cluster.recorded.check_all_ended()
     finally:
         await asyncio.gather(*(cluster.end() for cluster in clusters))
 

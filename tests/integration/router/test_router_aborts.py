@@ -12,11 +12,15 @@ from router.admission import Admission
 from router.entrance import Entrance
 from router.faces.vllm.servicer import VllmServicer
 from router.generation import Rooms
+from router.metrics import RouterMetrics
+from router.request_spans import RequestSpans
 from router.retries import RetryPolicy
 from router.unread import Unread
 from shell.clock import MonotonicClock
+from shell.telemetry.events import ProcessEvents
+from shell.telemetry.metric import Process
+from shell.telemetry.metrics import Metrics
 from tandem.foreign import vllm_engine_pb2 as vllm
-from tests.recording_observers import RecordingRouter
 
 PROMPT = "Hi"
 PROMPT_IDS = (72, 105)
@@ -73,7 +77,8 @@ def engine(cluster: Any, tokenizing: Any) -> VllmServicer:
     checkpoint, config = read_checkpoint(router.config.model), router.config
     clock = MonotonicClock()
     admission = Admission(router.queue, clock)
-    rooms = Rooms(router.workers, admission, clock, RetryPolicy(), RecordingRouter())
+    counts = RouterMetrics(Metrics(Process.ROUTER, "demo"), router.recent, clock)
+    rooms = Rooms(router.workers, admission, clock, RetryPolicy(), counts, RequestSpans(None, "demo"), ProcessEvents())
     unread = Unread(clock, config.max_unread_bytes, config.max_unread_s)
     entrance = Entrance(checkpoint, tokenizing, config.limits, rooms, unread)
     return VllmServicer(checkpoint, config, entrance, router.status)

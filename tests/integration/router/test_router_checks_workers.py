@@ -38,8 +38,8 @@ async def test_what_cannot_be_true_is_not_passed_on_and_another_pair_goes_on(clu
     decode.say(1, *tokens, finish=finish)
     assert await cluster.read_tokens(call) == cluster.completion(PROMPT, LENGTH)
     await cluster.until(lambda: decode.idle)
-    (request,) = cluster.observer.requests
-    culprit, failure = request.args("moved")
+    (request,) = cluster.recorded.requests
+    culprit, failure = request.args("TryFailed")
     assert (culprit, type(failure)) == (decode.info, InvalidOutput)
 
 

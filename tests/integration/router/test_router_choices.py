@@ -54,8 +54,8 @@ async def read(call: Any) -> Choices:
 
 def num_told(cluster: Any, index: int) -> int:
     """Tokens of one choice that the router knows in order."""
-    calls = cluster.observer.requests[0].calls
-    return sum(call[1] for call in calls if call[0] == "tokens" and call[2] == index)
+    calls = cluster.recorded.requests[0].calls
+    return sum(call[1] for call in calls if call[0] == "TokensArrived" and call[2] == index)
 
 
 def expected(cluster: Any, n: int, length: int = LENGTH) -> dict[int, list[int]]:
@@ -208,17 +208,6 @@ async def test_without_a_replacement_the_tokens_until_then_come_before_the_statu
     assert code is grpc.StatusCode.UNAVAILABLE
     assert isinstance(error, Unavailable)
     assert sorted(tokens) == sorted(token for each in expected(cluster, 3, 4).values() for token in each)
-
-
-@pytest.mark.parametrize("stage", ["reserve", "prefill", "first", "attach", "decode"])
-async def test_a_cancelled_group_frees_both_workers(cluster: Any, stage: str) -> None:
-    workers = await cluster.add_pair()
-    for worker in workers:
-        worker.hold(stage)
-    call = cluster.generate(*PROMPT, n=16, timeout_s=None)
-    await cluster.until(lambda: not workers[stage != "prefill"].idle)
-    call.cancel()
-    await cluster.until(lambda: cluster.idle)
 
 
 async def test_the_default_of_max_tokens_lets_the_group_fit_the_pool(cluster: Any) -> None:

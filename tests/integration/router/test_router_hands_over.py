@@ -24,14 +24,14 @@ async def standing_at(cluster: Any, decode: Any, num_tokens: int = AT, **samplin
 
 
 def placements(cluster: Any) -> list[tuple[str | None, str]]:
-    (request,) = cluster.observer.requests
-    calls = [call for call in request.calls if call[0] == "placed"]
+    (request,) = cluster.recorded.requests
+    calls = [call for call in request.calls if call[0] == "Placed"]
     return [(prefill and prefill.worker_id, decode.worker_id) for _, prefill, decode, *_ in calls]
 
 
 def replays(cluster: Any) -> int:
-    (request,) = cluster.observer.requests
-    return sum(call[0] == "moved" for call in request.calls)
+    (request,) = cluster.recorded.requests
+    return sum(call[0] == "TryFailed" for call in request.calls)
 
 
 @pytest.mark.parametrize("num_tokens", [2, AT, LENGTH - 1])

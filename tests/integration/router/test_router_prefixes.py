@@ -62,7 +62,7 @@ async def test_where_the_cache_has_less_than_was_said_a_prefill_worker_computes_
         assert await tokens_of(cluster.generate(*PROMPT)) == cluster.completion(PROMPT, 8)
     assert len(prefill.specs) == len(decode.local_limits) == 5
     assert not any(view.set_aside for view in cluster.router.workers.views())
-    assert not any(call[0] == "moved" for each in cluster.observer.requests for call in each.calls)
+    assert not any(call[0] == "TryFailed" for each in cluster.recorded.requests for call in each.calls)
     await cluster.until(lambda: prefill.idle and decode.idle)
 
 

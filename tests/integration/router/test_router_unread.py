@@ -32,7 +32,7 @@ async def begin_unread(cluster: Any, stack: list[grpc.aio.Channel]) -> Any:
 async def unread_call(cluster: Any, stack: list[grpc.aio.Channel]) -> Any:
     """One that has ended on its worker."""
     call = await begin_unread(cluster, stack)
-    await cluster.until(lambda: [each.ended_once_and_last for each in cluster.observer.requests] == [True] * len(stack))
+    await cluster.until(lambda: [each.ended_once_and_last for each in cluster.recorded.requests] == [True] * len(stack))
     return call
 
 
@@ -75,11 +75,10 @@ async def test_one_that_ends_so_while_it_runs_has_failed(launch: Any) -> None:
     channels: list[grpc.aio.Channel] = []
 
     call = await begin_unread(cluster, channels)
-    await cluster.until(lambda: [each.ended_once_and_last for each in cluster.observer.requests] == [True])
+    await cluster.until(lambda: [each.ended_once_and_last for each in cluster.recorded.requests] == [True])
 
-    (request,) = cluster.observer.requests
-    (end,) = request.args("ended")
-    assert isinstance(end.error, Overloaded)
-    assert "not read for 1 s" in end.error.message
+    (request,) = cluster.recorded.requests
+    assert isinstance(request.end.error, Overloaded)
+    assert "not read for 1 s" in request.end.error.message
     call.cancel()
     await channels[0].close()

@@ -88,7 +88,7 @@ def test_a_bad_option_is_exit_code_two_and_named(
         ["generate", "--stop-token-ids", "a"],
         ["bench", "--rate", "0"],
         ["bench", "--rate", "1", "--concurrency", "1"],
-        ["serve", "--kv-block", "7"],
+        ["serve", "--kv-memry", "7"],
     ],
 )
 def test_what_argparse_refuses_is_exit_code_two(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:

@@ -33,10 +33,10 @@ def serve(*argv: str) -> ServeConfig:
 
 
 def test_the_arguments_of_a_child_give_it_the_options_of_serve() -> None:
-    config = serve("--model", "m", "--block-size", "32", "--prefill", "1", "--decode", "2", "--no-overlap")
+    config = serve("--model", "m", "--block-size", "32", "--prefill", "1", "--decode", "2")
     prefill, *decodes = worker_specs(config, (0, 1, 2, 3), ROUTERS, fleet_devices(config, ()))
     first: PrefillConfig = parsed(PrefillConfig, *prefill.arguments)
-    assert (first.model, first.block_size, first.overlap) == ("m", 32, False)
+    assert (first.model, first.block_size) == ("m", 32)
     assert (first.router, first.worker_id, first.threads) == (("127.0.0.1:7",), "prefill-0", 2)
     second: DecodeConfig = parsed(DecodeConfig, *decodes[1].arguments)
     assert (second.worker_id, second.block_size, second.threads) == ("decode-1", 32, 1)
@@ -99,7 +99,7 @@ def test_several_routers_share_the_port_and_have_an_address_and_an_admin_port_of
 
 async def test_a_port_that_routers_are_to_share_is_refused_where_another_server_has_it() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
-        config = serve("--router-processes", "2", "--no-lend-cores", "--listen", f"127.0.0.1:{taken.getsockname()[1]}")
+        config = serve("--router-processes", "2", "--threads", "1", "--listen", f"127.0.0.1:{taken.getsockname()[1]}")
         server = _Server(config, fleet_devices(config, ()), asyncio.TaskGroup())
         with pytest.raises(ConfigError, match="--listen"):
             await server._start_routers()
@@ -140,7 +140,7 @@ def test_without_gpus_workers_are_told_the_device_of_serve(device: str) -> None:
 
 
 def test_one_device_for_all_is_shared_by_all() -> None:
-    plan = fleet_devices(serve("--device", "cuda:1", "--roles", "static"), ("GPU-a", "GPU-b"))
+    plan = fleet_devices(serve("--device", "cuda:1", "--decode", "1"), ("GPU-a", "GPU-b"))
     assert [(share.gpus[0], share.num_workers) for share in (*plan.prefill, *plan.decode)] == [("GPU-b", 2)] * 2
     with pytest.raises(ConfigError, match=r"--device: cuda:2 is not here; GPUs are GPU-a, GPU-b"):
         fleet_devices(serve("--device", "cuda:2"), ("GPU-a", "GPU-b"))
@@ -150,9 +150,9 @@ def test_no_gpu_is_used_where_the_cpu_is_asked_for() -> None:
     assert not fleet_devices(serve("--device", "cpu"), ("GPU-a",)).on_gpus
 
 
-def test_a_device_for_all_and_lists_of_devices_exclude_each_other() -> None:
-    with pytest.raises(ConfigError, match="--device"):
-        fleet_devices(serve("--device", "cuda", "--decode-devices", "cuda:1"), ("GPU-a", "GPU-b"))
+def test_a_list_of_devices_makes_as_many_elastic_workers() -> None:
+    plan = fleet_devices(serve("--device", "cuda:1,cpu"), ("GPU-a", "GPU-b"))
+    assert [(share.device, share.gpus[:1]) for share in plan.decode] == [("cuda:0", ("GPU-b",)), ("cpu", ())]
 
 
 def test_claims_of_all_workers_on_host_memory_must_fit_together() -> None:
@@ -208,16 +208,7 @@ def test_a_number_of_workers_of_one_role_makes_all_roles_static(flag: str) -> No
     assert not any(parsed(DecodeConfig, *spec.arguments).elastic for spec in specs if spec.module == "decode_worker")
 
 
-@pytest.mark.parametrize(
-    ("options", "flag"),
-    [
-        (("--roles", "auto", "--prefill", "1"), "--prefill"),
-        (("--roles", "auto", "--decode", "1"), "--decode"),
-        (("--roles", "auto", "--decode-devices", "cpu"), "--decode-devices"),
-        (("--roles", "static", "--workers", "2"), "--workers"),
-        (("--prefill", "1", "--workers", "2"), "--workers"),
-    ],
-)
-def test_options_of_the_other_kind_of_roles_are_refused_by_name(options: tuple[str, ...], flag: str) -> None:
-    with pytest.raises(ConfigError, match=flag):
-        check_fleet(serve(*options))
+@pytest.mark.parametrize("flag", ["--prefill", "--decode"])
+def test_elastic_workers_beside_static_ones_are_refused(flag: str) -> None:
+    with pytest.raises(ConfigError, match="--workers"):
+        check_fleet(serve(flag, "1", "--workers", "2"))

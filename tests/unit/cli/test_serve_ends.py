@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from cli import serve
 from cli.liveness import CHECK_S, FROZEN_GRACE_S
 from cli.serve import STOP_MARGIN_S
-from shell.config import RouterConfig, ServeConfig
+from shell.config import DecodeConfig, RouterConfig, ServeConfig
 from shell.rpc.process import StopSignal
 from simulator.loop import SimulatedClock, run_simulated
 from tandem.errors import DeadlineExceeded, Reason, TandemError, Unavailable
@@ -155,7 +155,12 @@ class FakeClient:
 async def ends(signal_: Signal, lives: Sequence[Life], http: str | None) -> None:
     """Raises AssertionError unless all ends within the grace after the signal."""
     machine, stop = Machine(lives), StopSignal()
-    config = ServeConfig(num_workers=2, http=http, lend_cores=False, router=RouterConfig(drain_grace_s=GRACE_S))
+    config = ServeConfig(
+        num_workers=2,
+        http=http,
+        router=RouterConfig(drain_grace_s=GRACE_S),
+        decode_worker=DecodeConfig(threads=1),  # lends no cores
+    )
 
     async def deliver() -> None:
         await asyncio.sleep(signal_.at_s)

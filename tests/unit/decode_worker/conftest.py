@@ -38,7 +38,7 @@ from tandem.types import (
 )
 from tandem.validation import Validator
 from tests.manual_clock import ManualClock
-from tests.recording_observers import RecordingWorker
+from tests.recorded_events import RecordedWorker
 from tests.token_engine import VOCAB_SIZE, WAIT_S, FakeEngine, candidates, expected_tokens, next_token
 from worker.core import Worker
 from worker.parts import WorkerParts
@@ -210,7 +210,7 @@ class Bench:
     receiver: FakeReceiver
     clock: ManualClock
     router: FakeRouter
-    observer: RecordingWorker
+    recorded: RecordedWorker
     running: asyncio.Task[None]
 
     @property
@@ -276,7 +276,7 @@ class Bench:
         assert self.cache.num_available == self.pool.num_blocks
         self.pool.release(self.cache.allocate(self.pool.num_blocks))  # which evicts all that is known
         self.pool.check_invariants()
-        self.observer.check_all_ended()
+        self.recorded.check_all_ended()
 
 
 @pytest.fixture
@@ -355,10 +355,10 @@ def open_bench() -> Callable[..., object]:
             first_guess_tokens=first_guess_tokens,
             overlap_steps=overlap_steps,
         )
-        observer = RecordingWorker()
-        worker = new_decode_worker(WorkerParts(engine, cache, validator, clock, observer), receiver, policy)
+        recorded = RecordedWorker()
+        worker = new_decode_worker(WorkerParts(engine, cache, validator, clock, recorded.events), receiver, policy)
         running = asyncio.create_task(worker.run())
-        bench = Bench(worker, engine, pool, cache, receiver, clock, FakeRouter(), observer, running)
+        bench = Bench(worker, engine, pool, cache, receiver, clock, FakeRouter(), recorded, running)
         try:
             yield bench
             await bench.settled()

@@ -14,7 +14,7 @@ from decode_worker.scheduler import Beside, StepLimits, StepPlan, plan_step
 from engine.block_pool import BlockPool
 from engine.prefix_cache import PrefixCache
 from shell.clock import Deadline
-from shell.telemetry.observers import SequenceObserver
+from shell.telemetry.events import Events
 from tandem.types import ChoiceSpec, GroupSpec, Handle, RequestId, SamplingParams, TokenId
 from tests.decode_rows import feeds_of, seqs_of
 from tests.manual_clock import ManualClock
@@ -55,7 +55,7 @@ class World:
         prompt = tuple(TokenId(1 + number % 2) for _ in range(num_prompt_tokens))
         spec = GroupSpec(RequestId(f"r{number}"), prompt, sampling, choices)
         deadline = Deadline.after(ManualClock(), None)
-        self.batch.join(Request(FakeRouter(), Handle(number), spec, number, 0.0, deadline, SequenceObserver()))
+        self.batch.join(Request(FakeRouter(), Handle(number), spec, number, 0.0, deadline, Events()))
 
     def release(self, number: int) -> None:
         for request in [each for each in self.batch.requests if each.handle == number]:

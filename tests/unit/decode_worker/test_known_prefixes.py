@@ -61,7 +61,7 @@ async def test_the_next_turn_is_offered_only_the_blocks_that_are_lacking(
         # Of the last token that was drawn, nothing was computed.
         assert (offer.first_block, bench.router.held_tokens[handle]) == (num_held, num_held * block_size)
         assert len(offer.blocks) == -(-turn.num_prompt_tokens // block_size) - num_held
-        assert bench.observer.sequences[1].args("looked_up") == (22, num_held * block_size)
+        assert bench.recorded.sequences[1].args("PrefixLookedUp") == (22, num_held * block_size)
         first = bench.hand_over(ticket, turn)[0]
         assert [first, *(await finish(bench, handle))[0]] == completion(turn)
 
@@ -119,7 +119,7 @@ async def test_a_prompt_that_is_known_is_computed_from_its_last_block_on(
         assert await serve(bench, 2, spec) == completion(spec)
         assert num_computed(bench.engine.steps[num_steps:]) == num_left
         assert bench.router.prefilled[Handle(2)] == 13 - num_left
-        assert bench.observer.sequences[1].args("looked_up") == (13, 13 - num_left)
+        assert bench.recorded.sequences[1].args("PrefixLookedUp") == (13, 13 - num_left)
 
 
 async def test_what_is_asked_for_while_a_prompt_is_computed_finds_the_chunks_that_have_ended(
@@ -295,7 +295,7 @@ async def test_what_was_evicted_to_the_host_comes_back_with_a_step(
             await bench.router.until(lambda: unlucky in bench.router.errors)
         again = serve_handed_over if handed_over else serve
         assert await again(bench, 4, spec) == completion(spec)
-        looked_up = bench.observer.sequences[-1].args("looked_up")
+        looked_up = bench.recorded.sequences[-1].args("PrefixLookedUp")
         assert looked_up == (21, 20)
         moved_in = [move for step in bench.engine.steps[num_steps:] for move in step.moves if move.direction is IN]
         assert len(moved_in) == (8 if fails else 4), "one block had stayed"

@@ -11,7 +11,7 @@ from decode_worker.reservations import LOOK_AHEAD, ReservationQueue, Room
 from engine.block_pool import BlockPool
 from engine.prefix_cache import PrefixCache
 from shell.clock import Deadline
-from shell.telemetry.observers import SequenceObserver
+from shell.telemetry.events import Events
 from tandem.errors import Overloaded
 from tandem.types import GroupSpec, Handle
 from tests.manual_clock import ManualClock
@@ -26,7 +26,7 @@ MakeSpec = Callable[..., GroupSpec]
 def request_of(make_router: Callable[[], object]) -> Callable[[int, GroupSpec], Request]:
     def make(number: int, spec: GroupSpec) -> Request:
         deadline = Deadline.after(ManualClock(), None)
-        return Request(make_router(), Handle(number), spec, number, 0.0, deadline, SequenceObserver())  # type: ignore[arg-type]
+        return Request(make_router(), Handle(number), spec, number, 0.0, deadline, Events())  # type: ignore[arg-type]
 
     return make
 

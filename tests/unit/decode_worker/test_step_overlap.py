@@ -122,7 +122,7 @@ async def test_an_end_token_costs_one_discarded_token(
         assert bench.router.tokens[ending] == completion(short)[1:]
         assert bench.router.tokens[going] == completion(long)[1:]
         assert [len(feeds_of(step)) for step in bench.engine.steps[:6]] == [2, 2, 2, 2, 1, 1]
-    assert bench.observer.sequences[0].args("ended") == (None, 3)
+    assert bench.recorded.sequences[0].args("SequenceEnded") == (None, 3)
 
 
 async def test_a_sequence_at_its_last_token_is_not_computed_further(open_bench: Any, make_spec: MakeSpec) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import gc
-import os
 import sys
 import threading
 from collections.abc import AsyncIterator, Awaitable
@@ -14,10 +13,10 @@ import torch
 
 from engine.draws import SampleSpec
 from engine.engine_thread import MAX_FAILURES, EngineBroken, EngineThread, FeederFailed
-from engine.placement import ThreadPlacement, open_engine_executor
+from engine.placement import open_engine_executor
 from engine.step import BrokenLogits, DecodeRows, Sampled, SampledToken, ScheduledSeq, Step, StepResult
 from engine.thread_work import to_the_end
-from tandem.errors import ConfigError, InternalError
+from tandem.errors import InternalError
 from tandem.types import BlockId, SamplingParams, TokenId
 from tests.token_engine import drawn_of
 
@@ -80,7 +79,7 @@ def runner() -> GatedRunner:
 
 @pytest.fixture
 async def engine(runner: GatedRunner) -> AsyncIterator[EngineThread]:
-    thread = EngineThread(runner, open_engine_executor(ThreadPlacement()))
+    thread = EngineThread(runner, open_engine_executor())
     yield thread
     runner.may_end.set()
     thread.close()
@@ -181,7 +180,7 @@ async def test_a_cancelled_step_that_fails_is_a_cancelled_step_and_no_lost_error
 async def test_closing_joins_the_thread() -> None:
     runner = GatedRunner()
     runner.may_end.set()
-    thread = EngineThread(runner, open_engine_executor(ThreadPlacement()))
+    thread = EngineThread(runner, open_engine_executor())
     await thread.launch(GOOD)
     (name,) = runner.thread_names
     thread.close()
@@ -218,7 +217,7 @@ class DeviceRunner(GatedRunner):
 @pytest.fixture
 async def device() -> AsyncIterator[tuple[DeviceRunner, EngineThread]]:
     runner = DeviceRunner()
-    engine = EngineThread(runner, open_engine_executor(ThreadPlacement()))
+    engine = EngineThread(runner, open_engine_executor())
     yield runner, engine
     for end in runner.ends.values():
         end.set()
@@ -263,24 +262,14 @@ async def test_a_launch_that_fails_is_told_after_the_steps_before_it(device) -> 
         await second
 
 
-@linux_only
-def test_a_placement_holds_on_the_engine_thread_only() -> None:
-    cpu = min(os.sched_getaffinity(0))
-    main = (torch.get_num_threads(), os.sched_getaffinity(0), os.getpriority(os.PRIO_PROCESS, 0))
-    executor = open_engine_executor(ThreadPlacement(threads=3, cpus=frozenset({cpu}), nice=7))
+def test_threads_are_those_of_the_engine_alone() -> None:
+    main = torch.get_num_threads()
+    executor = open_engine_executor(threads=3)
     try:
         assert executor.submit(torch.get_num_threads).result() == 3
-        assert executor.submit(os.sched_getaffinity, 0).result() == {cpu}
-        assert executor.submit(os.getpriority, os.PRIO_PROCESS, 0).result() == 7
-        assert (torch.get_num_threads(), os.sched_getaffinity(0), os.getpriority(os.PRIO_PROCESS, 0)) == main
+        assert torch.get_num_threads() == main
     finally:
         executor.shutdown()
-
-
-@linux_only
-def test_a_placement_that_the_system_refuses_is_an_error() -> None:
-    with pytest.raises(ConfigError, match="Invalid argument"):
-        open_engine_executor(ThreadPlacement(cpus=frozenset({4000})))
 
 
 async def failures(engine: EngineThread, count: int, *steps: Step) -> list[type]:

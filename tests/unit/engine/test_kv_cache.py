@@ -19,7 +19,6 @@ from engine.kv_cache import HostMemory, KvCache
 from engine.memory import (
     GIB,
     MIN_RING_ROWS,
-    Sharing,
     available_memory_bytes,
     blocks_that_fit,
     check_memory,
@@ -27,6 +26,7 @@ from engine.memory import (
     seqs_of,
 )
 from kernels.quantized_kv import kv_scales
+from shell.config import WorkerConfig
 from tandem.errors import ConfigError
 from tandem.kv_layout import DType, KvLayout, QuantDType
 
@@ -140,18 +140,18 @@ def test_memory_that_is_not_there_is_a_matter_of_configuration() -> None:
 
 
 def test_a_size_in_bytes_is_kept_to() -> None:
-    assert blocks_that_fit(LAYOUT, 10 * LAYOUT.block_bytes + 1, CPU, max_tokens=1) == 10
+    assert blocks_that_fit(WorkerConfig(kv_memory_bytes=10 * LAYOUT.block_bytes + 1), LAYOUT, CPU, max_tokens=1) == 10
     with pytest.raises(ConfigError, match="--kv-memory"):
-        blocks_that_fit(LAYOUT, LAYOUT.block_bytes - 1, CPU, max_tokens=1)
+        blocks_that_fit(WorkerConfig(kv_memory_bytes=LAYOUT.block_bytes - 1), LAYOUT, CPU, max_tokens=1)
 
 
 def test_by_default_a_small_model_takes_no_more_than_its_contexts_need() -> None:
-    assert blocks_that_fit(LAYOUT, None, CPU, max_tokens=30) == 8
+    assert blocks_that_fit(WorkerConfig(), LAYOUT, CPU, max_tokens=30) == 8
 
 
 def test_by_default_a_large_model_takes_a_modest_share() -> None:
     layout = KvLayout(80, 64, 16, 128, DType.FLOAT32)
-    num_blocks = blocks_that_fit(layout, None, CPU, max_tokens=10**9)
+    num_blocks = blocks_that_fit(WorkerConfig(), layout, CPU, max_tokens=10**9)
     assert num_blocks * layout.block_bytes <= min(4 * GIB, available_memory_bytes(CPU))
 
 
@@ -196,7 +196,7 @@ def test_rings_of_workers_on_every_gpu_that_start_together_take_at_most_half_of_
     for number in range(num_gpus):
         (root / f"proc/driver/nvidia/gpus/0000:{number:02x}:00.0").mkdir(parents=True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: num_visible)
-    num_rows = ring_rows_for(LAYOUT, 1 << 40, None, root=root)
+    num_rows = ring_rows_for(WorkerConfig(), LAYOUT, 1 << 40, root=root)
     claimed = 2 * num_gpus * num_rows * LAYOUT.block_bytes  # a prefill and a decode worker on each
     assert 0.4 * 5_120_000 < claimed <= 0.5 * 5_120_000
 
@@ -204,7 +204,7 @@ def test_rings_of_workers_on_every_gpu_that_start_together_take_at_most_half_of_
 def test_a_pool_on_a_gpu_is_not_limited_by_host_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (1 << 40, 1 << 40))
     root = make_root(tmp_path, None)
-    num_blocks = blocks_that_fit(LAYOUT, None, torch.device("cuda", 0), max_tokens=10**12, root=root)
+    num_blocks = blocks_that_fit(WorkerConfig(), LAYOUT, torch.device("cuda", 0), max_tokens=10**12, root=root)
     assert num_blocks == int((1 << 40) * 0.45) // LAYOUT.block_bytes
 
 
@@ -216,15 +216,15 @@ def test_a_ring_is_as_large_as_what_is_on_its_way_needs(tmp_path: Path, pool_byt
     (tmp_path / "proc").mkdir()
     (tmp_path / "proc/meminfo").write_text(f"MemAvailable: {1 << 40} kB\n")
     layout = KvLayout(1, 1, 64, 1024, DType.FLOAT32)
-    num_rows = ring_rows_for(layout, pool_bytes // layout.block_bytes, None, root=tmp_path)
+    num_rows = ring_rows_for(WorkerConfig(), layout, pool_bytes // layout.block_bytes, root=tmp_path)
     assert num_rows * layout.block_bytes == ring_bytes
 
 
 def test_a_ring_is_never_smaller_than_what_hand_offs_need_to_share_it() -> None:
-    assert ring_rows_for(LAYOUT, 2, None) == MIN_RING_ROWS
-    assert ring_rows_for(LAYOUT, 2, 20 * LAYOUT.block_bytes) == 20
+    assert ring_rows_for(WorkerConfig(), LAYOUT, 2) == MIN_RING_ROWS
+    assert ring_rows_for(WorkerConfig(host_ring_bytes=20 * LAYOUT.block_bytes), LAYOUT, 2) == 20
     with pytest.raises(ConfigError, match="--host-ring-memory"):
-        ring_rows_for(LAYOUT, 2, MIN_RING_ROWS * LAYOUT.block_bytes - 1)
+        ring_rows_for(WorkerConfig(host_ring_bytes=MIN_RING_ROWS * LAYOUT.block_bytes - 1), LAYOUT, 2)
     with pytest.raises(ConfigError, match="--host-ring-memory"):
         check_memory(LAYOUT, 1, CPU, 1 << 50)
 
@@ -237,15 +237,15 @@ def test_workers_on_one_gpu_take_a_share_each_that_leaves_room_for_all(
     (tmp_path / "proc/meminfo").write_text(f"MemAvailable: {1 << 40} kB\n")
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (10_000_000, 10_000_000))
-    sharing = Sharing(device_workers=workers, host_workers=workers)
-    num_blocks = blocks_that_fit(LAYOUT, None, torch.device("cuda", 0), 10**9, sharing, tmp_path)
+    config = WorkerConfig(device_workers=workers, host_workers=workers)
+    num_blocks = blocks_that_fit(config, LAYOUT, torch.device("cuda", 0), 10**9, tmp_path)
     assert num_blocks == int(10_000_000 * share) // LAYOUT.block_bytes
 
 
 def test_workers_of_one_machine_take_at_most_half_of_its_memory(tmp_path: Path) -> None:
     root = make_root(tmp_path, None)
     for workers in (1, 2, 8):
-        num_blocks = blocks_that_fit(LAYOUT, None, CPU, 10**9, Sharing(host_workers=workers), root)
+        num_blocks = blocks_that_fit(WorkerConfig(host_workers=workers), LAYOUT, CPU, 10**9, root)
         assert num_blocks == 5_120_000 // 2 // workers // LAYOUT.block_bytes
 
 

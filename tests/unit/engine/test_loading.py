@@ -13,16 +13,17 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from engine.kv_cache import KvCache
-from engine.loading import Engine, EngineOptions, load_engine, resolve_device
-from engine.placement import ThreadPlacement
+from engine.loading import Engine, EngineRole, load_engine, resolve_device
 from engine.sequence import Sequence
 from engine.step import Step
 from kernels.cpu.library import max_threads
+from shell.config import WorkerConfig
 from tandem.errors import CheckpointError, ConfigError
 from tandem.kv_layout import DType, QuantDType
+from tandem.option_values import SizedFolder
 
 NUM_NEW_TOKENS = 12
-TIERS = {"host_cache_bytes": 1 << 20, "disk_cache_bytes": 1 << 20}
+MIB = 1 << 20
 
 
 @pytest.fixture(scope="module")
@@ -43,10 +44,8 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def options(checkpoint: Path) -> EngineOptions:
-    return EngineOptions(
-        model_path=checkpoint, device="cpu", dtype="float32", placement=ThreadPlacement(threads=1), max_seqs=4
-    )
+def options(checkpoint: Path) -> WorkerConfig:
+    return WorkerConfig(model=str(checkpoint), device="cpu", dtype="float32", threads=1, max_seqs=4)
 
 
 async def complete(engine: Engine, seq: Sequence, chunk_tokens: int) -> list[int]:
@@ -71,10 +70,10 @@ def _team_members() -> int:
 
 @pytest.mark.native
 async def test_native_steps_have_their_threads_to_themselves_and_end_them_with_the_engine(
-    options: EngineOptions, make_seq: Callable[..., Sequence]
+    options: WorkerConfig, make_seq: Callable[..., Sequence]
 ) -> None:
     before = _team_members()
-    engine = load_engine(replace(options, attention_backend="cpu", placement=ThreadPlacement(threads=3)))
+    engine = load_engine(replace(options, attention_backend="cpu", threads=3))
     executor = engine.thread._executor
     try:
         await complete(engine, make_seq(tuple(range(3, 36)), max_tokens=3), 64)
@@ -95,18 +94,18 @@ def _wait_for(condition: Callable[[], bool]) -> None:
 
 @pytest.mark.parametrize(("block_size", "chunk_tokens", "shared"), [(1, 64, False), (4, 3, True), (16, 7, False)])
 async def test_the_engine_gives_the_tokens_of_transformers(
-    options: EngineOptions,
+    options: WorkerConfig,
     make_seq: Callable[..., Sequence],
     block_size: int,
     chunk_tokens: int,
     shared: bool,
 ) -> None:
     prompt = tuple(range(3, 36))
-    reference = LlamaForCausalLM.from_pretrained(options.model_path, dtype=torch.float32)
+    reference = LlamaForCausalLM.from_pretrained(options.model, dtype=torch.float32)
     expected = reference.generate(
         torch.tensor([prompt]), do_sample=False, min_new_tokens=NUM_NEW_TOKENS, max_new_tokens=NUM_NEW_TOKENS
     )[0, len(prompt) :].tolist()
-    engine = load_engine(replace(options, block_size=block_size, shared_kv=shared))
+    engine = load_engine(replace(options, block_size=block_size), EngineRole(shared_kv=shared))
     try:
         engine.kv_cache.fill_poison()
         assert await complete(engine, make_seq(prompt, max_tokens=NUM_NEW_TOKENS), chunk_tokens) == expected
@@ -117,11 +116,13 @@ async def test_the_engine_gives_the_tokens_of_transformers(
 
 @pytest.mark.parametrize("kv_dtype", list(QuantDType))
 async def test_over_quantized_kv_tokens_do_not_depend_on_blocks_and_chunks(
-    options: EngineOptions, make_seq: Callable[..., Sequence], kv_dtype: QuantDType
+    options: WorkerConfig, make_seq: Callable[..., Sequence], kv_dtype: QuantDType
 ) -> None:
     prompt, tokens = tuple(range(3, 36)), []
     for block_size, chunk_tokens, shared in [(1, 64, False), (4, 3, True), (16, 7, False)]:
-        engine = load_engine(replace(options, block_size=block_size, shared_kv=shared, kv_dtype=kv_dtype.value))
+        engine = load_engine(
+            replace(options, block_size=block_size, kv_dtype=kv_dtype.value), EngineRole(shared_kv=shared)
+        )
         try:
             assert engine.layout.dtype is kv_dtype
             assert engine.model.dtype is DType.FLOAT32
@@ -133,7 +134,7 @@ async def test_over_quantized_kv_tokens_do_not_depend_on_blocks_and_chunks(
     assert tokens == [tokens[0]] * 3
 
 
-def test_quantized_kv_leaves_room_for_more_blocks(options: EngineOptions) -> None:
+def test_quantized_kv_leaves_room_for_more_blocks(options: WorkerConfig) -> None:
     sizes = []
     for kv_dtype in ("auto", "int8"):
         engine = load_engine(replace(options, dtype="bfloat16", kv_memory_bytes=100_000, kv_dtype=kv_dtype))
@@ -160,7 +161,7 @@ async def test_an_engine_says_what_it_is_and_steps_on_its_thread(options, make_s
         engine.close()
 
 
-def test_a_small_pool_bounds_the_longest_sequence(options: EngineOptions) -> None:
+def test_a_small_pool_bounds_the_longest_sequence(options: WorkerConfig) -> None:
     engine = load_engine(replace(options, kv_blocks=3))
     assert engine.max_sequence_tokens == 48
     engine.close()
@@ -178,35 +179,33 @@ def test_a_small_pool_bounds_the_longest_sequence(options: EngineOptions) -> Non
         ({"dtype": "float8"}, "--dtype"),
         ({"attention_backend": "abacus"}, "--attention-backend"),
         ({"cpu_tier": "abacus"}, "--cpu-tier"),
-        ({"disk_cache_folder": Path("/"), "disk_cache_bytes": 1 << 20}, "--disk-cache"),
-        ({"disk_cache_folder": Path("/"), "host_cache_bytes": 1 << 20}, "--disk-cache-memory"),
-        ({"disk_cache_bytes": 1 << 20, "host_cache_bytes": 1 << 20}, "--disk-cache-memory"),
-        ({"host_cache_bytes": 1 << 20, "prefix_cache": False}, "--host-cache-memory"),
-        ({"disk_cache_folder": Path("/no"), **TIERS}, "--disk-cache"),
-        ({"disk_cache_folder": Path("/dev/null"), **TIERS}, "--disk-cache"),
-        ({"placement": ThreadPlacement(cpus=frozenset({4000}))}, "--threads"),
+        ({"disk_cache": SizedFolder("/", MIB)}, "--disk-cache"),
+        ({"disk_cache": SizedFolder("/", 1), "host_cache_bytes": MIB}, "--disk-cache"),
+        ({"host_cache_bytes": MIB, "prefix_cache": False}, "--host-cache-memory"),
+        ({"disk_cache": SizedFolder("/no", MIB), "host_cache_bytes": MIB}, "--disk-cache"),
+        ({"disk_cache": SizedFolder("/dev/null", MIB), "host_cache_bytes": MIB}, "--disk-cache"),
     ],
 )
-def test_a_bad_option_is_refused_by_name(options: EngineOptions, changes: dict[str, object], option: str) -> None:
+def test_a_bad_option_is_refused_by_name(options: WorkerConfig, changes: dict[str, object], option: str) -> None:
     with pytest.raises(ConfigError) as caught:
         load_engine(replace(options, **changes))
     assert caught.value.option == option
 
 
-def test_what_was_made_is_given_back_if_the_rest_cannot_be(options: EngineOptions, monkeypatch) -> None:
+def test_what_was_made_is_given_back_if_the_rest_cannot_be(options: WorkerConfig, monkeypatch) -> None:
     made: list[KvCache] = []
     create = KvCache.create
     monkeypatch.setattr(KvCache, "create", lambda *args, **kwargs: made.append(create(*args, **kwargs)) or made[-1])
     with pytest.raises(ConfigError):
-        load_engine(replace(options, disk_cache_folder=Path("/no"), **TIERS))
+        load_engine(replace(options, disk_cache=SizedFolder("/no", MIB), host_cache_bytes=MIB))
     (cache,) = made
     with pytest.raises(ValueError, match="closed"):
         cache.blocks_view.numel()
 
 
-def test_a_folder_that_is_no_checkpoint_is_refused(options: EngineOptions, tmp_path: Path) -> None:
+def test_a_folder_that_is_no_checkpoint_is_refused(options: WorkerConfig, tmp_path: Path) -> None:
     with pytest.raises(CheckpointError):
-        load_engine(replace(options, model_path=tmp_path))
+        load_engine(replace(options, model=str(tmp_path)))
 
 
 @pytest.mark.parametrize(

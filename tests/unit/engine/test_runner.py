@@ -11,7 +11,7 @@ from engine.block_pool import BlockPool
 from engine.chunking import plan_chunks
 from engine.engine_thread import MAX_FAILURES, EngineThread
 from engine.kv_cache import KvCache
-from engine.placement import ThreadPlacement, open_engine_executor
+from engine.placement import open_engine_executor
 from engine.runner import Runner, independent_runs
 from engine.sequence import Sequence
 from engine.step import (
@@ -138,7 +138,7 @@ async def test_logits_that_break_end_neither_their_batch_nor_the_engine(make_seq
     good, bad = make_seq((1, 2)), make_seq((1, 2), logit_bias={TokenId(5): math.inf})
     good.add_blocks((BlockId(0),))
     bad.add_blocks((BlockId(1),))
-    engine = EngineThread(Runner(decoder, kv_cache), open_engine_executor(ThreadPlacement()))
+    engine = EngineThread(Runner(decoder, kv_cache), open_engine_executor())
     try:
         for _ in range(MAX_FAILURES + 1):
             result = await engine.launch(Step((good.schedule(2), bad.schedule(2))))

@@ -14,6 +14,7 @@ from engine.warm_up import StepSizes, warm_up, warm_up_steps
 from kernels.operations import Kernels
 from kernels.reference import ReferenceBackend
 from kernels.reference_operations import ReferenceOperations
+from shell.config import WorkerConfig
 from tandem.errors import ConfigError
 from tandem.kv_layout import DType, KvLayout
 from tests.decode_rows import seqs_of
@@ -79,10 +80,13 @@ def test_a_chunk_that_does_not_fit_into_the_device_is_refused_by_its_option():
 def test_the_pool_leaves_what_steps_take(monkeypatch):
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (1_000_000, 2_000_000))
     blocks = 1_000_000 * 0.9 / 2
-    assert blocks_that_fit(LAYOUT, None, GPU, 1 << 30) == blocks // LAYOUT.block_bytes
-    assert blocks_that_fit(LAYOUT, None, GPU, 1 << 30, step_bytes=200_000) == (blocks - 200_000) // LAYOUT.block_bytes
+    assert blocks_that_fit(WorkerConfig(), LAYOUT, GPU, 1 << 30) == blocks // LAYOUT.block_bytes
+    assert (
+        blocks_that_fit(WorkerConfig(), LAYOUT, GPU, 1 << 30, step_bytes=200_000)
+        == (blocks - 200_000) // LAYOUT.block_bytes
+    )
     with pytest.raises(ConfigError):
-        blocks_that_fit(LAYOUT, None, GPU, 1 << 30, step_bytes=900_000)
+        blocks_that_fit(WorkerConfig(), LAYOUT, GPU, 1 << 30, step_bytes=900_000)
     wanted = 900_000 // LAYOUT.block_bytes
     check_memory(LAYOUT, wanted, GPU, step_bytes=100_000)
     with pytest.raises(ConfigError):

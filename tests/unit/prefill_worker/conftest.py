@@ -17,7 +17,6 @@ from engine.step import (
     SampledToken,
 )
 from kvtransfer.base import TransferReport
-from prefill_worker.outgoing_transfer import OutgoingPolicy
 from prefill_worker.prompt_line import LineLimits
 from prefill_worker.prompts import PromptPolicy
 from prefill_worker.worker import new_prefill_worker
@@ -40,7 +39,7 @@ from tandem.types import (
 from tandem.validation import Validator
 from tests.manual_clock import ManualClock
 from tests.prompt_engine import BLOCK_SIZE, DEADLINE_S, FakeEngine, Gate, token_at
-from tests.recording_observers import RecordingWorker
+from tests.recorded_events import RecordedWorker
 from worker.parts import WorkerParts
 from worker.ports import RouterPort
 
@@ -185,9 +184,7 @@ class FakeRouter(RouterPort):
 class Bench:
     """A prefill worker among its fakes. 16 blocks of 4 tokens, 8 tokens a step."""
 
-    def __init__(
-        self, overlap: bool = True, cached: bool = True, host_rows: int = 0, guides: Guides | None = None
-    ) -> None:
+    def __init__(self, cached: bool = True, host_rows: int = 0, guides: Guides | None = None) -> None:
         self.engine = FakeEngine()
         self.sender = FakeSender(self.engine.slots)
         self.router = FakeRouter()
@@ -195,10 +192,10 @@ class Bench:
         self.pool = BlockPool(16, BLOCK_SIZE)
         tier = HostTier(host_rows, block_bytes=1) if host_rows else None
         self.cache = PrefixCache(self.pool, enabled=cached, tier=tier)
-        self.observer = RecordingWorker()
+        self.recorded = RecordedWorker()
         validator = Validator(Limits(), vocab_size=1000, context_tokens=256)
-        parts = WorkerParts(self.engine, self.cache, validator, self.clock, self.observer, guides)
-        policy = PromptPolicy(LineLimits(4), 64, chunk_tokens=8, outgoing=OutgoingPolicy(overlap=overlap))
+        parts = WorkerParts(self.engine, self.cache, validator, self.clock, self.recorded.events, guides)
+        policy = PromptPolicy(LineLimits(4), 64, chunk_tokens=8)
         self.worker = new_prefill_worker(parts, self.sender, policy)
         self.running = asyncio.create_task(self.worker.run())
 
@@ -225,7 +222,7 @@ class Bench:
             await self.worker.drained()
         self.worker.check_idle()
         self.cache.check_invariants()
-        self.observer.check_all_ended()
+        self.recorded.check_all_ended()
 
     async def close(self) -> None:
         for gate in self.gates:

@@ -31,7 +31,7 @@ async def test_a_prompt_that_was_computed_before_computes_its_last_tokens_alone(
     assert tuple(bench.engine.batches[-1][0].block_table)[:5] == first_table[:5]
     assert bench.router.first_tokens[again].token_ids == bench.router.first_tokens[1].token_ids
     assert bench.router.cached_tokens == {1: 0, again: 20}
-    assert [sequence.args("looked_up") for sequence in bench.observer.sequences] == [(22, 0), (22, 20)]
+    assert [sequence.args("PrefixLookedUp") for sequence in bench.recorded.sequences] == [(22, 0), (22, 20)]
     pushed = [first + i for first, blocks in bench.sender.handoffs[-1].pushes for i in range(len(blocks))]
     assert pushed == list(range(6))
 
@@ -92,7 +92,7 @@ async def test_a_prompt_whose_log_probabilities_are_wanted_is_computed_whole(ben
     await handed_over(bench, bench.prefill(2, make_spec(10, prompt_logprobs=1)))
     assert computed(bench) == [(0, 8), (8, 2)] * 2
     assert bench.router.cached_tokens[2] == 0
-    assert "looked_up" not in bench.observer.sequences[1].names
+    assert "PrefixLookedUp" not in bench.recorded.sequences[1].names
 
 
 async def test_a_cache_that_is_off_finds_nothing(make_bench: Any, make_spec: Any) -> None:

@@ -29,7 +29,7 @@ async def test_all_choices_draw_from_one_computation_of_the_prompt(bench: Any, m
     assert handoff.committed == {0: 20, 1: 21, 2: 22}
     assert bench.router.handoffs[handle] == (300, 0.25)
     await bench.settles()
-    assert bench.observer.sequences[0].args("ended") == (None, 3)
+    assert bench.recorded.sequences[0].args("SequenceEnded") == (None, 3)
 
 
 async def test_a_choice_that_ends_with_its_first_token_does_not_end_the_others(bench: Any, make_spec: Any) -> None:
@@ -48,7 +48,7 @@ async def test_when_every_choice_ends_with_its_first_token_nothing_is_committed(
     assert told(bench, handle) == {0: (0, 20, FinishReason.LENGTH), 1: (0, 21, FinishReason.LENGTH)}
     assert bench.router.handoffs == bench.router.errors == {}
     assert all(handoff.committed is None for handoff in bench.sender.handoffs)
-    assert bench.observer.sequences[0].calls[-2:] == [("first_token",), ("ended", None, 2)]
+    assert bench.recorded.sequences[0].calls[-2:] == [("FirstToken",), ("SequenceEnded", None, 2)]
 
 
 async def test_of_several_choices_those_that_are_resumed_draw_nothing_here(bench: Any, make_spec: Any) -> None:
@@ -70,7 +70,7 @@ async def test_a_group_that_is_resumed_whole_is_committed_without_tokens(bench: 
     assert all(seq.samples == () for batch in bench.engine.batches for seq in batch)
     assert bench.sender.handoffs[0].committed == {}
     await bench.settles()
-    assert bench.observer.sequences[0].args("ended") == (None, 0)
+    assert bench.recorded.sequences[0].args("SequenceEnded") == (None, 0)
 
 
 async def test_a_group_with_a_resumed_choice_goes_on_when_its_new_choices_end(bench: Any, make_spec: Any) -> None:
@@ -119,7 +119,12 @@ async def test_an_offer_without_blocks_is_a_transfer_all_the_same(bench: Any, ma
     (handoff,) = bench.sender.handoffs
     assert (handoff.pushes, handoff.committed) == ([], {0: 20})
     await bench.settles()
-    assert sorted(bench.observer.sequences[0].names[:-2]) == ["first_token", "looked_up", "started", "transfer_started"]
+    assert sorted(bench.recorded.sequences[0].names[:-2]) == [
+        "FirstToken",
+        "PrefixLookedUp",
+        "Started",
+        "TransferStarted",
+    ]
 
 
 @pytest.mark.parametrize("num_output_tokens", [(), (4,), (0, 4)])

@@ -10,10 +10,9 @@ from hypothesis import strategies as st
 
 from prefill_worker.prompt_line import LineLimits, PromptLine
 from shell.clock import Deadline
-from shell.telemetry.observers import SequenceObserver
+from shell.telemetry.events import Events
 from tandem.types import BlockId, ChoiceSpec, GroupSpec, Handle, RequestId, SamplingParams, TokenId
 from tests.manual_clock import ManualClock
-from tests.recording_observers import RecordedSequence
 from worker.plan import share_tokens
 from worker.request import Request
 
@@ -40,8 +39,7 @@ class Arrivals:
             RequestId("r"), (TokenId(1),) * num_tokens, SamplingParams(max_tokens=9), choices, priority=priority
         )
         deadline = Deadline.after(ManualClock(), None)
-        observer: SequenceObserver = RecordedSequence(spec)
-        return Request(None, Handle(self._num), spec, self._num, 0.0, deadline, observer, destination)  # type: ignore[arg-type]
+        return Request(None, Handle(self._num), spec, self._num, 0.0, deadline, Events(), destination)  # type: ignore[arg-type]
 
 
 arrivals = Arrivals()

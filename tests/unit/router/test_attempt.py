@@ -15,7 +15,7 @@ from router.choice_stream import ChoiceStream
 from router.delivery import Delivery
 from router.placement import Placement
 from router.worker_link import GroupListener
-from shell.telemetry.observers import RequestObserver, RequestStart
+from shell.telemetry.events import Events
 from tandem.errors import InternalError, Reason, TandemError, TransferError, Unavailable
 from tandem.lifecycle import RequestState
 from tandem.types import (
@@ -33,9 +33,9 @@ from tandem.types import (
 )
 from tandem.v1 import worker_pb2
 from tests.manual_clock import ManualClock
-from tests.recording_observers import RecordedRequest
+from tests.recorded_events import RecordedRequest
 
-NOBODY = RequestObserver()
+NOBODY = Events()
 PATIENCE_S = 30.0
 SILENCE_S = 0.01
 """On a clock that the tests move."""
@@ -109,12 +109,18 @@ class Pair:
         for each in spec.choices:
             if each.output_token_ids:
                 self.delivery.push(TokenDelta(0, each.output_token_ids, index=each.index))
-        observer = RecordedRequest(RequestStart(RequestId("r"), 1, SamplingParams(3), 0, "", 0.0))
         links: Any = self
         self.clock = clock
         self.stages: list[RequestState] = []
         self.attempt = Attempt(
-            placement, links, self.delivery, observer, clock, clock.now_s(), SILENCE_S, self.stages.append
+            placement,
+            links,
+            self.delivery,
+            RecordedRequest().events,
+            clock,
+            clock.now_s(),
+            SILENCE_S,
+            self.stages.append,
         )
         self.running = asyncio.create_task(self.attempt.run(spec))
 

@@ -39,12 +39,11 @@ def worker(view: View, load: Any) -> View:
         rate: float = 100.0,
         held: int = 0,
         local: int | None = None,
-        core_group: str = "",
         **changes: Any,
     ) -> WorkerView:
         heartbeat = load(prompt_tokens_per_s=rate, **changes)
         heartbeat = replace(heartbeat, pool=replace(heartbeat.pool, total=4096, free=4096, live=0))
-        info = {"max_seqs": 64, "max_sequence_tokens": 4096, "local_prefill_tokens": local, "core_group": core_group}
+        info = {"max_seqs": 64, "max_sequence_tokens": 4096, "local_prefill_tokens": local}
         made = view(role, name, heartbeat, **info)
         return replace(made, reported_tokens=held, likely_tokens=held)
 
@@ -156,17 +155,6 @@ def test_few_streams_join_others_and_leave_a_worker_free_for_prompts(
     assert outcome(fixed, demand)[1] == "idle"
 
 
-def test_of_workers_on_the_same_cores_one_decodes_however_long_its_steps_while_it_has_room(worker: View) -> None:
-    long: Any = {"step_s": 0.08, "step_objective_s": 0.1, "core_group": "a"}
-    busy, full = (worker(E, "busy", running_seqs=num_seqs, **long) for num_seqs in (40, 48))
-    mate, stranger = (worker(E, "idle", core_group=group) for group in ("a", "b"))
-    assert outcome([busy, mate])[1] == "busy"
-    assert outcome([busy, stranger])[1] == "idle"
-    assert outcome([full, mate])[1] == "idle"
-    static = [worker(D, "busy", running_seqs=40, local=0, **long), worker(D, "idle", local=0, core_group="a")]
-    assert outcome([*static, worker(P, "p")])[1] == "idle"
-
-
 def test_of_two_with_as_many_streams_the_one_with_fewer_prompts_in_line_decodes(worker: View) -> None:
     for streams in (0, 2):
         long = worker(E, "long line", running_seqs=streams, queued_prompt_tokens=900)
@@ -221,39 +209,6 @@ def test_streams_are_not_spared_at_the_cost_of_as_many_others(worker: View, stre
     assert outcome([crowded, other])[0] == prefill
 
 
-@pytest.mark.parametrize(
-    ("changes", "prefill"),
-    [
-        ({}, "other"),  # 70 s there; 10 s here, where a step may take 0.3
-        ({"tokens": 100, "queued": 400}, "other"),  # 1 s, more than three of the longest steps
-        ({"tokens": 80, "queued": 400}, None),  # 0.8 s
-        ({"queued": 7200}, None),  # 82 s
-        ({"streams": 1}, None),  # it would be computed beside streams there
-        ({"held": 100}, None),  # and here is less to do
-        ({"groups": ("host", "another host")}, None),
-        ({"groups": ("", "")}, None),  # cores of their own
-        ({"rate": 0.0}, None),  # how long it takes is not known
-    ],
-)
-def test_of_two_workers_that_lend_each_other_cores_the_one_that_does_not_decode_computes_long_prompts(
-    worker: View, changes: dict[str, Any], prefill: str | None
-) -> None:
-    case = {
-        "groups": ("host", "host"),
-        "tokens": 1000,
-        "queued": 6000,
-        "streams": 0,
-        "held": 0,
-        "rate": 100.0,
-        **changes,
-    }
-    common = {"running_seqs": case["streams"], "rate": case["rate"]}
-    here = worker(E, "here", core_group=case["groups"][0], step_objective_s=0.3, held=case["held"], **common)
-    other = worker(E, "other", core_group=case["groups"][1], queued_prompt_tokens=case["queued"], **common)
-    demand = Demand(num_tokens=case["tokens"], max_total_tokens=2000, num_prompt_tokens=case["tokens"])
-    assert outcome([here, other], demand)[:2] == (prefill, "here")
-
-
 def test_an_elastic_worker_never_hands_over_to_itself_and_no_suspect_is_asked(worker: View) -> None:
     slow, fast = worker(E, "e", 1.0), worker(E, "fast", 1e6, running_seqs=BUSY)
     assert outcome([slow, fast]) == ("fast", "e", PlacementReason.REMOTE_FASTER)
@@ -265,7 +220,7 @@ def test_an_elastic_worker_never_hands_over_to_itself_and_no_suspect_is_asked(wo
 def test_what_an_elastic_worker_hands_over_is_not_computed_again(worker: View) -> None:
     source = replace(worker(E, "source"), obstacle=Obstacle.DRAINING)
     demand = replace(DEMAND, source=source.info)
-    assert outcome([source, worker(E, "e")], demand) == ("source", "e", PlacementReason.HANDED_OVER)
+    assert outcome([source, worker(E, "e")], demand) == ("source", "e", PlacementReason.MOVED)
     with pytest.raises(Unavailable, match="no decode worker can take it: source is draining"):
         place(demand, [source], Random(1))
 

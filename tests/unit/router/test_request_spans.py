@@ -5,8 +5,18 @@ from dataclasses import replace
 import pytest
 from opentelemetry.trace import SpanKind
 
-from router.request_spans import request_spans
-from shell.telemetry.observers import RequestEnd, RequestObserver, RequestStart
+from router.request_spans import RequestSpans
+from shell.telemetry.events import (
+    Admitted,
+    Events,
+    Placed,
+    PromptComputed,
+    RequestBegan,
+    RequestEnded,
+    RequestRefused,
+    TokensArrived,
+    TryFailed,
+)
 from shell.telemetry.trace_context import traceparent_of
 from tandem.errors import DeadlineExceeded, Overloaded, Reason, Unavailable
 from tandem.types import (
@@ -25,8 +35,8 @@ from tests.recorded_spans import RecordedSpans
 from tests.registering import INFO
 
 TRACE_ID, SPAN_ID = "a" * 32, "b" * 16
-START = RequestStart(RequestId("r1"), 7, SamplingParams(20, seed=5), 3, f"00-{TRACE_ID}-{SPAN_ID}-01", 0.01)
-DONE = RequestEnd(12, 1.5, (FinishReason.STOP,))
+BEGAN = RequestBegan(RequestId("r1"), 7, SamplingParams(20, seed=5), 3, f"00-{TRACE_ID}-{SPAN_ID}-01")
+DONE = RequestEnded(12, (FinishReason.STOP,))
 
 
 def worker(name: str, role: Role) -> WorkerInfo:
@@ -36,19 +46,26 @@ def worker(name: str, role: Role) -> WorkerInfo:
 PREFILL, DECODE = worker("p0", Role.PREFILL), worker("d0", Role.DECODE)
 
 
-def begin(recorded: RecordedSpans, start: RequestStart = START) -> RequestObserver:
-    (observer,) = request_spans(recorded.tracer, "demo")
-    return observer.request(start)
+class Traced:
+    """A request that began."""
+
+    def __init__(self, spans: RequestSpans, began: RequestBegan) -> None:
+        self.traceparent, listener = spans.begin(began)
+        self.hear = Events(*filter(None, [listener])).emit
 
 
-def test_without_a_tracer_there_is_no_observer() -> None:
-    assert tuple(request_spans(None, "demo")) == ()
+def begin(recorded: RecordedSpans, began: RequestBegan = BEGAN) -> Traced:
+    return Traced(RequestSpans(recorded.tracer, "demo"), began)
+
+
+def test_without_a_tracer_the_callers_trace_is_the_workers(recorded: RecordedSpans) -> None:
+    assert RequestSpans(None, "demo").begin(BEGAN) == (BEGAN.traceparent, None)
 
 
 def test_a_request_is_a_span_below_the_one_that_its_call_names(recorded: RecordedSpans) -> None:
     request = begin(recorded)
-    request.admitted()
-    request.ended(DONE)
+    request.hear(Admitted())
+    request.hear(DONE)
     span = recorded.one("generate")
     assert span.context is not None
     assert span.parent is not None
@@ -61,14 +78,14 @@ def test_a_request_is_a_span_below_the_one_that_its_call_names(recorded: Recorde
 def test_the_current_span_is_the_parent_itself_where_it_is_the_one_named(recorded: RecordedSpans) -> None:
     with recorded.tracer.start_as_current_span("call") as call:
         context = call.get_span_context()
-        begin(recorded, replace(START, traceparent=traceparent_of(context))).ended(DONE)
+        begin(recorded, replace(BEGAN, traceparent=traceparent_of(context))).hear(DONE)
     parent = recorded.one("generate").parent
     assert parent is context
     assert not parent.is_remote
 
 
 def test_it_says_what_was_asked_and_what_came(recorded: RecordedSpans) -> None:
-    begin(recorded).ended(DONE)
+    begin(recorded).hear(DONE)
     assert recorded.attributes("generate") == {
         "gen_ai.operation.name": "text_completion",
         "gen_ai.provider.name": "tandem",
@@ -88,13 +105,13 @@ def test_it_says_what_was_asked_and_what_came(recorded: RecordedSpans) -> None:
 
 
 def test_a_chat_is_called_one(recorded: RecordedSpans) -> None:
-    begin(recorded, replace(START, is_chat=True)).ended(DONE)
+    begin(recorded, replace(BEGAN, is_chat=True)).hear(DONE)
     assert recorded.attributes("generate")["gen_ai.operation.name"] == "chat"
 
 
 def requested(recorded: RecordedSpans, sampling: SamplingParams) -> dict[str, object]:
     """What a span says of how tokens are chosen, without the prefix that all of it has."""
-    begin(recorded, replace(START, sampling=sampling)).ended(DONE)
+    begin(recorded, replace(BEGAN, sampling=sampling)).hear(DONE)
     prefix = "gen_ai.request."
     attributes = recorded.attributes("generate")
     return {name.removeprefix(prefix): attributes[name] for name in attributes if name.startswith(prefix)}
@@ -131,25 +148,25 @@ def test_json_that_is_asked_for_is_told_without_its_schema(recorded: RecordedSpa
 
 def test_cached_tokens_are_those_of_the_first_try(recorded: RecordedSpans) -> None:
     request = begin(recorded)
-    request.prompt_computed(0.1, 0.2, 5)
-    request.tokens(1)
-    request.prompt_computed(0.3, 0.2, 7)
-    request.ended(DONE)
+    request.hear(PromptComputed(0.1, 0.2, 5))
+    request.hear(TokensArrived(1))
+    request.hear(PromptComputed(0.3, 0.2, 7))
+    request.hear(DONE)
     assert recorded.attributes("generate")["gen_ai.usage.cache_read.input_tokens"] == 5
 
 
 def test_of_several_choices_it_says_how_many_and_why_each_ended(recorded: RecordedSpans) -> None:
     reasons = (FinishReason.STOP, FinishReason.LENGTH)
-    begin(recorded, replace(START, num_choices=2)).ended(RequestEnd(12, 1.5, reasons))
+    begin(recorded, replace(BEGAN, num_choices=2)).hear(RequestEnded(12, reasons))
     assert recorded.attributes("generate")["gen_ai.request.choice.count"] == 2
     assert recorded.attributes("generate")["gen_ai.response.finish_reasons"] == ("stop", "length")
 
 
 def test_the_wait_for_admission_is_a_span_below_it(recorded: RecordedSpans) -> None:
     request = begin(recorded)
-    request.admitted()
+    request.hear(Admitted())
     assert recorded.names == ["queue"]
-    request.ended(DONE)
+    request.hear(DONE)
     parent, generate = recorded.one("queue").parent, recorded.one("generate").context
     assert parent is not None
     assert generate is not None
@@ -158,14 +175,14 @@ def test_the_wait_for_admission_is_a_span_below_it(recorded: RecordedSpans) -> N
 
 def test_placements_moves_and_the_first_token_are_events(recorded: RecordedSpans) -> None:
     request = begin(recorded)
-    request.admitted()
-    request.placed(PREFILL, DECODE, PlacementReason.REMOTE_STATIC, PrefixAt.NOWHERE)
+    request.hear(Admitted())
+    request.hear(Placed(PREFILL, DECODE, PlacementReason.REMOTE_STATIC, PrefixAt.NOWHERE))
     for _ in range(3):
-        request.tokens(1)
-    request.moved(DECODE, Unavailable("lost", Reason.WORKER_LOST))
-    request.placed(None, DECODE, PlacementReason.LOCAL_HELD, PrefixAt.CHOSEN)
-    request.tokens(1)
-    request.ended(DONE)
+        request.hear(TokensArrived(1))
+    request.hear(TryFailed(DECODE, Unavailable("lost", Reason.WORKER_LOST)))
+    request.hear(Placed(None, DECODE, PlacementReason.LOCAL_HELD, PrefixAt.CHOSEN))
+    request.hear(TokensArrived(1))
+    request.hear(DONE)
     assert recorded.events("generate") == ["placed", "first_token", "moved", "placed"]
     placed, _, moved, again = recorded.one("generate").events
     assert placed.attributes == {"tandem.prefill.worker_id": "p0", "tandem.decode.worker_id": "d0"}
@@ -176,8 +193,8 @@ def test_placements_moves_and_the_first_token_are_events(recorded: RecordedSpans
 
 def test_a_failure_is_an_error_with_its_reason_and_without_its_message(recorded: RecordedSpans) -> None:
     request = begin(recorded)
-    request.admitted()
-    request.ended(RequestEnd(3, 1.0, error=DeadlineExceeded("a secret prompt")))
+    request.hear(Admitted())
+    request.hear(RequestEnded(3, error=DeadlineExceeded("a secret prompt")))
     assert recorded.failure("generate") == "DEADLINE_EXCEEDED"
     assert recorded.failure("queue") is None
     assert "secret" not in recorded.one("generate").to_json()
@@ -185,33 +202,32 @@ def test_a_failure_is_an_error_with_its_reason_and_without_its_message(recorded:
 
 def test_a_cancel_is_an_error_that_says_so(recorded: RecordedSpans) -> None:
     request = begin(recorded)
-    request.admitted()
-    request.ended(RequestEnd(3, 1.0))
+    request.hear(Admitted())
+    request.hear(RequestEnded(3))
     assert recorded.failure("generate") == "cancelled"
 
 
 def test_a_request_that_is_not_admitted_fails_in_the_queue(recorded: RecordedSpans) -> None:
-    begin(recorded).ended(RequestEnd(0, 0.1, error=Overloaded("full")))
+    begin(recorded).hear(RequestEnded(0, error=Overloaded("full")))
     assert (recorded.failure("queue"), recorded.failure("generate")) == ("QUEUE_FULL", "QUEUE_FULL")
 
 
 def test_a_request_that_the_caller_did_not_sample_has_no_spans_here_or_below(recorded: RecordedSpans) -> None:
-    request = begin(recorded, replace(START, traceparent=f"00-{TRACE_ID}-{SPAN_ID}-00"))
-    request.admitted()
-    request.ended(DONE)
+    request = begin(recorded, replace(BEGAN, traceparent=f"00-{TRACE_ID}-{SPAN_ID}-00"))
+    request.hear(Admitted())
+    request.hear(DONE)
     assert recorded.all == ()
     assert request.traceparent.startswith(f"00-{TRACE_ID}-")
     assert request.traceparent.endswith("-00")
 
 
 def test_a_refusal_marks_the_span_of_its_call(recorded: RecordedSpans) -> None:
-    (observer,) = request_spans(recorded.tracer, "demo")
     with recorded.tracer.start_as_current_span("call"):
-        observer.refused(Overloaded("full"))
+        RequestSpans(recorded.tracer, "demo").hear(RequestRefused(Overloaded("full")))
     assert recorded.attributes("call") == {"tandem.error.reason": "QUEUE_FULL"}
 
 
-@pytest.mark.parametrize("end", [DONE, RequestEnd(0, 1.0), RequestEnd(0, 1.0, error=Overloaded("full"))])
-def test_every_end_leaves_no_span_open(recorded: RecordedSpans, end: RequestEnd) -> None:
-    begin(recorded).ended(end)
+@pytest.mark.parametrize("end", [DONE, RequestEnded(0), RequestEnded(0, error=Overloaded("full"))])
+def test_every_end_leaves_no_span_open(recorded: RecordedSpans, end: RequestEnded) -> None:
+    begin(recorded).hear(end)
     assert sorted(recorded.names) == ["generate", "queue"]

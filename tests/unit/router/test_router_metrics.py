@@ -1,4 +1,4 @@
-"""What the router's metrics make of what they are told."""
+"""What the router's metrics make of events."""
 
 from __future__ import annotations
 
@@ -9,10 +9,20 @@ import pytest
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as openmetrics_families
 from prometheus_client.parser import text_string_to_metric_families
 
-from router.metrics import RouterMetrics
+from router.metrics import RouterMetrics, Summary, Timeline
+from shell.telemetry.events import (
+    Admitted,
+    KvArrived,
+    Placed,
+    PromptComputed,
+    RequestBegan,
+    RequestEnded,
+    RequestRefused,
+    TokensArrived,
+    TryFailed,
+)
 from shell.telemetry.metric import Process
 from shell.telemetry.metrics import Metrics
-from shell.telemetry.observers import RequestEnd, RequestObserver, RequestStart
 from shell.telemetry.recent_latencies import RecentLatencies
 from tandem.errors import DeadlineExceeded, Overloaded, Reason, Unavailable, rebuild_error
 from tandem.types import (
@@ -45,14 +55,12 @@ class Scene:
         self.clock = ManualClock()
         self.recent = RecentLatencies(self.clock)
         self.metrics = Metrics(Process.ROUTER, "demo")
-        self.observer = RouterMetrics(self.metrics, self.recent, self.clock)
+        self.counts = RouterMetrics(self.metrics, self.recent, self.clock)
 
-    def request(
-        self, *, num_prompt_tokens: int = 10, age_s: float = 0.0, traceparent: str = "00-a-b-01"
-    ) -> RequestObserver:
-        return self.observer.request(
-            RequestStart(RequestId("r"), num_prompt_tokens, SamplingParams(8), 0, traceparent, age_s)
-        )
+    def request(self, *, num_prompt_tokens: int = 10, traceparent: str = "00-a-b-01") -> Timeline:
+        timeline = Timeline(self.counts)
+        timeline.begin(RequestBegan(RequestId("r"), num_prompt_tokens, SamplingParams(8), 0, traceparent))
+        return timeline
 
     def traces(self, name: str) -> set[str]:
         """Trace ids that OpenMetrics shows with the buckets of a histogram."""
@@ -77,10 +85,10 @@ def scene() -> Scene:
     return Scene()
 
 
-def test_time_to_first_token_counts_from_arrival_not_from_the_telling(scene: Scene) -> None:
-    request = scene.request(age_s=0.5)
-    scene.clock.advance_s(0.25)
-    request.tokens(1)
+def test_time_to_first_token_counts_from_arrival(scene: Scene) -> None:
+    request = scene.request()
+    scene.clock.advance_s(0.75)
+    request.hear(TokensArrived(1))
     assert scene.value("tandem_time_to_first_token_seconds_sum") == pytest.approx(0.75)
     assert scene.value("tandem_inter_token_seconds_count") == 0
     assert scene.recent.activity().latencies[0].count == 1
@@ -88,9 +96,9 @@ def test_time_to_first_token_counts_from_arrival_not_from_the_telling(scene: Sce
 
 def test_tokens_that_come_together_share_the_gap(scene: Scene) -> None:
     request = scene.request()
-    request.tokens(1)
+    request.hear(TokensArrived(1))
     scene.clock.advance_s(0.04)
-    request.tokens(4)
+    request.hear(TokensArrived(4))
     assert scene.value("tandem_inter_token_seconds_count") == 4
     assert scene.value("tandem_inter_token_seconds_sum") == pytest.approx(0.04)
     assert scene.value("tandem_inter_token_seconds_bucket", le="0.01") == 4
@@ -99,7 +107,7 @@ def test_tokens_that_come_together_share_the_gap(scene: Scene) -> None:
 
 
 def test_a_first_message_of_several_tokens_has_gaps_of_nothing(scene: Scene) -> None:
-    scene.request().tokens(3)
+    scene.request().hear(TokensArrived(3))
     assert scene.value("tandem_time_to_first_token_seconds_count") == 1
     assert scene.value("tandem_inter_token_seconds_count") == 2
     assert scene.value("tandem_inter_token_seconds_sum") == 0
@@ -108,14 +116,14 @@ def test_a_first_message_of_several_tokens_has_gaps_of_nothing(scene: Scene) -> 
 def test_a_finished_request_tells_its_times_and_sizes(scene: Scene) -> None:
     request = scene.request(num_prompt_tokens=12)
     scene.clock.advance_s(0.1)
-    request.admitted()
-    request.placed(worker(Role.PREFILL), worker(Role.DECODE), PlacementReason.REMOTE_STATIC, PrefixAt.NOWHERE)
-    request.prompt_computed(queue_s=0.3, prefill_s=0.2, cached_tokens=8)
-    request.handed_over(1024, 0.05)
-    request.tokens(1)
+    request.hear(Admitted())
+    request.hear(Placed(worker(Role.PREFILL), worker(Role.DECODE), PlacementReason.REMOTE_STATIC, PrefixAt.NOWHERE))
+    request.hear(PromptComputed(queue_s=0.3, prefill_s=0.2, cached_tokens=8))
+    request.hear(KvArrived(1024, 0.05))
+    request.hear(TokensArrived(1))
     scene.clock.advance_s(0.7)
-    request.tokens(2)
-    request.ended(RequestEnd(3, 1.0, (FinishReason.LENGTH,)))
+    request.hear(TokensArrived(2))
+    request.hear(RequestEnded(3, (FinishReason.LENGTH,)))
     assert scene.value("tandem_requests_total", outcome="length") == 1
     assert scene.value("vllm:request_success_total", finished_reason="length") == 1
     sums = {
@@ -124,7 +132,7 @@ def test_a_finished_request_tells_its_times_and_sizes(scene: Scene) -> None:
         "tandem_request_prefill_seconds": 0.2,
         "tandem_request_transfer_seconds": 0.05,
         "tandem_request_decode_seconds": 0.7,
-        "tandem_request_seconds": 1.0,
+        "tandem_request_seconds": 0.8,
         "tandem_request_prompt_tokens": 12,
         "tandem_request_completion_tokens": 3,
     }
@@ -137,25 +145,27 @@ def test_a_finished_request_tells_its_times_and_sizes(scene: Scene) -> None:
 @pytest.mark.parametrize(
     ("end", "outcome", "reason"),
     [
-        (RequestEnd(0, 1.0), "cancelled", None),
-        (RequestEnd(2, 1.0, error=Unavailable("gone", Reason.WORKER_LOST)), "failed", "WORKER_LOST"),
+        (RequestEnded(0), "cancelled", None),
+        (RequestEnded(2, error=Unavailable("gone", Reason.WORKER_LOST)), "failed", "WORKER_LOST"),
     ],
 )
 def test_a_request_that_broke_off_has_an_outcome_but_no_latency(
-    scene: Scene, end: RequestEnd, outcome: str, reason: str | None
+    scene: Scene, end: RequestEnded, outcome: str, reason: str | None
 ) -> None:
     request = scene.request()
-    request.admitted()
-    request.ended(end)
+    request.hear(Admitted())
+    request.hear(end)
     assert scene.value("tandem_requests_total", outcome=outcome) == 1
     assert reason is None or scene.value("tandem_request_failures_total", reason=reason) == 1
     assert scene.value("tandem_request_seconds_count") == 0
     assert scene.recent.activity().total_requests == 1
 
 
-@pytest.mark.parametrize("end", [RequestEnd(0, 2.5), RequestEnd(0, 2.5, error=DeadlineExceeded("late"))])
-def test_who_ends_without_a_first_token_has_waited_in_vain(scene: Scene, end: RequestEnd) -> None:
-    scene.request().ended(end)
+@pytest.mark.parametrize("end", [RequestEnded(0), RequestEnded(0, error=DeadlineExceeded("late"))])
+def test_who_ends_without_a_first_token_has_waited_in_vain(scene: Scene, end: RequestEnded) -> None:
+    request = scene.request()
+    scene.clock.advance_s(2.5)
+    request.hear(end)
     assert scene.value("tandem_request_without_token_seconds_sum") == 2.5
     assert scene.value("tandem_request_without_token_seconds_bucket", le="2.0") == 0
     assert scene.value("tandem_time_to_first_token_seconds_count") == 0
@@ -163,8 +173,8 @@ def test_who_ends_without_a_first_token_has_waited_in_vain(scene: Scene, end: Re
 
 def test_who_breaks_off_after_a_token_has_not_waited_in_vain(scene: Scene) -> None:
     request = scene.request()
-    request.tokens(1)
-    request.ended(RequestEnd(1, 2.5))
+    request.hear(TokensArrived(1))
+    request.hear(RequestEnded(1))
     assert scene.value("tandem_request_without_token_seconds_count") == 0
 
 
@@ -176,8 +186,8 @@ def test_every_reason_that_moves_a_request_stands_at_zero_before_it_does(scene: 
 
 
 def test_turned_away_at_the_door_or_by_admission_is_refused_and_no_outcome(scene: Scene) -> None:
-    scene.observer.refused(Unavailable("draining", Reason.DRAINING))
-    scene.request().ended(RequestEnd(0, 0.1, error=Overloaded("full")))
+    scene.counts.hear(RequestRefused(Unavailable("draining", Reason.DRAINING)))
+    scene.request().hear(RequestEnded(0, error=Overloaded("full")))
     assert scene.value("tandem_requests_refused_total", reason="DRAINING") == 1
     assert scene.value("tandem_requests_refused_total", reason="QUEUE_FULL") == 1
     assert scene.value("tandem_requests_total", outcome="failed") == 0
@@ -186,19 +196,19 @@ def test_turned_away_at_the_door_or_by_admission_is_refused_and_no_outcome(scene
 def test_a_prompt_counts_once_though_its_search_is_replayed_before_it_tells_a_token(scene: Scene) -> None:
     request = scene.request(num_prompt_tokens=12)
     for _ in range(2):
-        request.prompt_computed(0.1, 0.1, 0)
+        request.hear(PromptComputed(0.1, 0.1, 0))
     assert scene.value("tandem_prompt_tokens_total") == 12
 
 
 def test_a_replay_counts_as_a_move_and_its_prompt_only_once(scene: Scene) -> None:
     request = scene.request(num_prompt_tokens=12)
-    request.placed(worker(Role.PREFILL), worker(Role.DECODE), PlacementReason.REMOTE_STATIC, PrefixAt.NOWHERE)
-    request.prompt_computed(0.1, 0.1, 0)
-    request.tokens(1)
-    request.moved(worker(Role.DECODE), Unavailable("lost", Reason.WORKER_LOST))
-    request.placed(None, worker(Role.DECODE), PlacementReason.LOCAL_SHORT, PrefixAt.NOWHERE)
-    request.placed(worker(Role.ELASTIC), worker(Role.ELASTIC), PlacementReason.HANDED_OVER, PrefixAt.NOWHERE)
-    request.prompt_computed(2.0, 0.1, 8)
+    request.hear(Placed(worker(Role.PREFILL), worker(Role.DECODE), PlacementReason.REMOTE_STATIC, PrefixAt.NOWHERE))
+    request.hear(PromptComputed(0.1, 0.1, 0))
+    request.hear(TokensArrived(1))
+    request.hear(TryFailed(worker(Role.DECODE), Unavailable("lost", Reason.WORKER_LOST)))
+    request.hear(Placed(None, worker(Role.DECODE), PlacementReason.LOCAL_SHORT, PrefixAt.NOWHERE))
+    request.hear(Placed(worker(Role.ELASTIC), worker(Role.ELASTIC), PlacementReason.MOVED, PrefixAt.NOWHERE))
+    request.hear(PromptComputed(2.0, 0.1, 8))
     assert scene.value("tandem_request_moves_total", worker_role="decode", reason="WORKER_LOST") == 1
     assert scene.value("tandem_request_placements_total", path="disaggregated") == 1
     assert scene.value("tandem_request_placements_total", path="local") == 1
@@ -210,18 +220,14 @@ def test_a_replay_counts_as_a_move_and_its_prompt_only_once(scene: Scene) -> Non
     assert scene.value("tandem_request_queue_seconds_count") == 1
 
 
-def test_a_request_passes_its_trace_on(scene: Scene) -> None:
-    assert scene.request().traceparent == "00-a-b-01"
-
-
 def test_gaps_are_those_within_a_choice(scene: Scene) -> None:
     request = scene.request()
     for index in range(2):
-        request.tokens(1, index)
+        request.hear(TokensArrived(1, index))
     scene.clock.advance_s(0.04)
     for index in range(2):
-        request.tokens(1, index)
-    request.ended(RequestEnd(4, 1.0, (FinishReason.STOP, FinishReason.LENGTH)))
+        request.hear(TokensArrived(1, index))
+    request.hear(RequestEnded(4, (FinishReason.STOP, FinishReason.LENGTH)))
     assert scene.value("tandem_time_to_first_token_seconds_count") == 1
     assert scene.value("tandem_inter_token_seconds_count") == 3
     assert scene.value("tandem_inter_token_seconds_sum") == pytest.approx(0.08)
@@ -232,10 +238,10 @@ def test_gaps_are_those_within_a_choice(scene: Scene) -> None:
 @pytest.mark.parametrize(("flags", "shown"), [("01", {"a"}), ("03", {"a"}), ("00", set())])
 def test_latencies_of_a_recorded_trace_name_it(scene: Scene, flags: str, shown: set[str]) -> None:
     request = scene.request(traceparent=f"00-a-b-{flags}")
-    request.admitted()
-    request.prompt_computed(0.1, 0.2, 0)
-    request.tokens(2)
-    request.ended(RequestEnd(2, 0.5, (FinishReason.LENGTH,)))
+    request.hear(Admitted())
+    request.hear(PromptComputed(0.1, 0.2, 0))
+    request.hear(TokensArrived(2))
+    request.hear(RequestEnded(2, (FinishReason.LENGTH,)))
     stages = (
         "time_to_first_token",
         "request",
@@ -247,3 +253,36 @@ def test_latencies_of_a_recorded_trace_name_it(scene: Scene, flags: str, shown: 
     assert [scene.traces(f"tandem_{stage}_seconds") for stage in stages] == [shown] * len(stages)
     assert scene.traces("vllm:e2e_request_latency_seconds") == shown
     assert scene.traces("tandem_inter_token_seconds") == set()
+
+
+def test_a_summary_counts_from_arrival_and_replays_add_only_their_transfers(scene: Scene) -> None:
+    request = scene.request()
+    scene.clock.advance_s(4)
+    request.hear(PromptComputed(queue_s=1.5, prefill_s=2.0, cached_tokens=3))
+    request.hear(TokensArrived(1))
+    request.hear(KvArrived(100, 0.25))
+    scene.clock.advance_s(2)
+    request.hear(PromptComputed(queue_s=14.0, prefill_s=9.0, cached_tokens=6))
+    request.hear(KvArrived(50, 0.5))
+    request.hear(TokensArrived(1))
+    scene.clock.advance_s(1)
+    assert request.summary(7, 2) == Summary(
+        prompt_tokens=7,
+        completion_tokens=2,
+        queue_s=1.5,
+        prefill_s=2.0,
+        transfer_s=0.75,
+        first_token_s=4.0,
+        total_s=6.0,
+        transfer_bytes=150,
+        cached_tokens=3,
+    )
+
+
+def test_the_total_runs_until_the_last_token_and_without_one_until_now(scene: Scene) -> None:
+    request = scene.request()
+    scene.clock.advance_s(2)
+    assert request.total_s == 2.0
+    request.hear(TokensArrived(1))
+    scene.clock.advance_s(5)
+    assert request.total_s == 2.0

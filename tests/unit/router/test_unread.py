@@ -10,7 +10,7 @@ from router.choice_stream import ChoiceStream
 from router.delivery import Delivery
 from router.text import Detokenizer
 from router.unread import Unread
-from shell.telemetry.observers import RequestObserver
+from shell.telemetry.events import Events
 from tandem.errors import InvalidRequest, TandemError
 from tandem.types import TextParams, TokenDelta, TokenId, TokenLogprobs
 from tests.manual_clock import ManualClock
@@ -31,7 +31,7 @@ class Requests:
     def begin(self, num_tokens: int) -> Delivery:
         """One with so many tokens to read, of 200 bytes each."""
         choice = ChoiceStream(0, Detokenizer(self._tokenizer, frozenset()), TextParams(), lambda _: None)
-        delivery = Delivery([choice], RequestObserver())
+        delivery = Delivery([choice], Events())
 
         def end(error: TandemError) -> None:
             self.ended.append((delivery, error.message))

@@ -8,6 +8,7 @@ from router.ejection import IN_A_ROW
 from router.placement import Demand
 from router.witness import Witness
 from router.workers import Workers
+from shell.telemetry.events import TokensArrived
 from tandem.errors import InternalError, PeerLost, Reason, TandemError, Unavailable
 from tandem.types import Role, WorkerInfo
 
@@ -46,7 +47,7 @@ async def test_broken_steps_are_held_against_the_worker_once_the_request_went_we
     assert set_aside(workers) == set()
     for witness in witnesses:
         witness.begin(await workers.place(DEMAND, 0.0))
-        witness.tokens(1)  # the first one is the prefill worker's: the other half may break yet
+        witness.hear(TokensArrived(1))  # the first one is the prefill worker's: the other half may break yet
         assert set_aside(workers) == set()
     for witness in witnesses:
         witness.finished()

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import argparse
+import re
 from dataclasses import replace
 from typing import Any
 
@@ -16,7 +17,9 @@ from shell.config import (
     argv_of,
     load,
 )
+from shell.removed_options import REMOVED
 from tandem.errors import ConfigError
+from tandem.option_values import SizedFolder
 from tandem.options import options_of
 
 COMMANDS: list[type[Any]] = [RouterConfig, PrefillConfig, DecodeConfig, ServeConfig, ClientConfig]
@@ -45,10 +48,11 @@ def test_argv_wins_over_environment_and_environment_over_default() -> None:
         (DecodeConfig, ["--local-prefill-tokens", "unlimited"], "local_prefill_tokens", None),
         (DecodeConfig, ["--local-prefill-tokens", "128"], "local_prefill_tokens", 128),
         (DecodeConfig, ["--router", "a:1", "--router", "b:2,[::1]:3"], "router", ("a:1", "b:2", "[::1]:3")),
-        (PrefillConfig, ["--no-overlap"], "overlap", False),
+        (PrefillConfig, ["--no-prefix-cache"], "prefix_cache", False),
+        (PrefillConfig, ["--disk-cache", "/mnt/a=b=1KiB"], "disk_cache", SizedFolder("/mnt/a=b", 1024)),
         (PrefillConfig, ["--device", "cuda:1"], "device", "cuda:1"),
         (RouterConfig, ["--listen", "0.0.0.0:0"], "listen", "0.0.0.0:0"),
-        (RouterConfig, ["--lease-seconds", "0.5"], "lease_s", 0.5),
+        (RouterConfig, ["--patience-seconds", "0.5"], "patience_s", 0.5),
     ],
 )
 def test_a_value_is_read_from_argv(cls: type[Any], argv: list[str], field: str, value: object) -> None:
@@ -60,9 +64,8 @@ def test_a_value_is_read_from_argv(cls: type[Any], argv: list[str], field: str, 
     [
         ("TANDEM_KV_MEMORY", "1MiB", "kv_memory_bytes", 1024**2),
         ("TANDEM_ROUTER", "a:1,b:2", "router", ("a:1", "b:2")),
-        ("TANDEM_OVERLAP", "false", "overlap", False),
-        ("TANDEM_KV_EVENTS", "tcp://*:5557", "kv_events", "tcp://*:5557"),
-        ("TANDEM_KV_EVENTS_REPLAY", "ipc:///run/replay", "kv_events_replay", "ipc:///run/replay"),
+        ("TANDEM_PREFIX_CACHE", "false", "prefix_cache", False),
+        ("TANDEM_KV_EVENTS", "tcp://*:5557,ipc:///run/replay", "kv_events", ("tcp://*:5557", "ipc:///run/replay")),
     ],
 )
 def test_a_value_is_read_from_the_environment(variable: str, text: str, field: str, value: object) -> None:
@@ -79,8 +82,10 @@ def test_a_value_is_read_from_the_environment(variable: str, text: str, field: s
         ("--kv-memory", "-1"),
         ("--kv-memory", "2 parsecs"),
         ("--kv-blocks", "0"),
-        ("--lease-seconds", "nan"),
-        ("--lease-seconds", "-1"),
+        ("--drain-grace-seconds", "nan"),
+        ("--drain-grace-seconds", "-1"),
+        ("--disk-cache", "/mnt"),
+        ("--disk-cache", "/mnt=much"),
         ("--device", "tpu"),
         ("--dtype", "int8"),
         ("--transport", "pigeon"),
@@ -92,7 +97,7 @@ def test_a_value_is_read_from_the_environment(variable: str, text: str, field: s
         ("--router", "host:0"),
         ("--listen", "127.0.0.1"),
         ("--worker-id", "a b"),
-        ("--max-prompt-bytes", "-5"),
+        ("--max-prompt-tokens", "-5"),
     ],
 )
 def test_a_bad_value_names_its_option(flag: str, text: str) -> None:
@@ -119,6 +124,33 @@ def test_what_kubernetes_sets_of_services_passes() -> None:
         "TANDEM_ROUTER_PORT_50051_TCP_ADDR": "10.0.0.1",
     }
     assert read(DecodeConfig, **links) == DecodeConfig()
+
+
+def test_a_removed_option_is_refused_with_what_to_do_instead(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        read(ServeConfig, "--prefill-devices", "cuda:0")
+    assert ended.value.code == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.endswith(f"error: --prefill-devices: removed: {REMOVED['prefill-devices']}")
+    with pytest.raises(SystemExit):
+        read(PrefillConfig, "--no-overlap")
+    with pytest.raises(ConfigError, match=f"TANDEM_PREFILL_DEVICES: removed: {REMOVED['prefill-devices']}"):
+        read(ServeConfig, TANDEM_PREFILL_DEVICES="cuda:0")
+
+
+def test_what_replaces_a_removed_option_exists() -> None:
+    names = {option.name for cls in COMMANDS for option in options_of(cls)}
+    named = {flag for instead in REMOVED.values() for flag in re.findall(r"--([a-z-]+)", instead)}
+    assert named <= names
+    assert names.isdisjoint(REMOVED)
+
+
+def test_options_of_children_are_read_but_not_shown() -> None:
+    parser = argparse.ArgumentParser()
+    add_arguments(parser, DecodeConfig)
+    assert "--kv-memory" in parser.format_help()
+    assert "--device-workers" not in parser.format_help()
+    assert read(DecodeConfig, "--device-workers", "3").device_workers == 3
 
 
 def test_another_commands_key_and_other_programs_keys_are_fine() -> None:

@@ -52,47 +52,41 @@ def test_no_gpu_has_two_workers_more_than_another_and_every_worker_knows_how_man
 
 
 @pytest.mark.parametrize(
-    ("lists", "prefill", "decode"),
+    ("devices", "prefill", "decode"),
     [
-        ((["cuda:2"], ["cuda:0"]), [(C, 2)] * 2, [(A, 2)] * 2),  # shorter than the workers: dealt round
-        ((["cuda:0", "cuda:1"], ["cuda:1", B]), [(A, 1), (B, 3)], [(B, 3)] * 2),
-        ((["cuda:1"], []), [(B, 2)] * 2, [(A, 1), (C, 1)]),  # the others have the rest to themselves
-        (([], [A]), [(B, 1), (C, 1)], [(A, 2)] * 2),
-        ((["cpu"], []), [("cpu", 1)] * 2, [(A, 1), (B, 1)]),
-        (([A, B], ["GPU-c"]), [(A, 1), (B, 1)], [(C, 2)] * 2),  # by the beginning of a UUID
+        (["cuda:2"], [(C, 4)] * 2, [(C, 4)] * 2),
+        (["cuda:0", "cuda:1"], [(A, 2), (B, 2)], [(A, 2), (B, 2)]),  # fewer than the workers: dealt round
+        (["cuda:0", "cuda:1", "cuda:1", B], [(A, 1), (B, 3)], [(B, 3)] * 2),
+        (["cpu", "cpu", A, B], [("cpu", 1)] * 2, [(A, 1), (B, 1)]),
+        ([A, B, "GPU-c", "GPU-c"], [(A, 1), (B, 1)], [(C, 2)] * 2),  # by the beginning of a UUID
     ],
 )
-def test_lists_are_followed(lists, prefill, decode):
-    plan = plan_devices((A, B, C), 2, 2, *lists)
+def test_a_list_of_devices_is_dealt_round_prefill_workers_first(devices, prefill, decode):
+    plan = plan_devices((A, B, C), 2, 2, devices)
     assert (owned(plan.prefill), owned(plan.decode)) == (prefill, decode)
 
 
-def test_where_lists_name_all_gpus_the_others_share_them():
-    plan = plan_devices((A, B), 2, 2, ["cuda:0", "cuda:1"])
-    assert (owned(plan.prefill), owned(plan.decode)) == ([(A, 2), (B, 2)], [(A, 2), (B, 2)])
-
-
 def test_a_worker_sees_its_own_gpu_first_and_the_others_behind_it():
-    (share,) = plan_devices((A, B, C), 0, 1, (), ["cuda:1"]).decode
+    (share,) = plan_devices((A, B, C), 0, 1, ["cuda:1"]).decode
     assert share == DeviceShare("cuda:0", (B, A, C), 1)
 
 
 @pytest.mark.parametrize(
     ("device", "gpus", "message"),
     [
-        ("cuda:3", (A, B, C), r"--decode-devices: cuda:3 is not here; GPUs are GPU-aa-1, GPU-ab-2, GPU-c0-3"),
-        ("GPU-a", (A, B, C), r"--decode-devices: GPU-a is not here"),
-        ("cuda:0", (), r"--decode-devices: cuda:0 is not here; GPUs are none"),
+        ("cuda:3", (A, B, C), r"--device: cuda:3 is not here; GPUs are GPU-aa-1, GPU-ab-2, GPU-c0-3"),
+        ("GPU-a", (A, B, C), r"--device: GPU-a is not here"),
+        ("cuda:0", (), r"--device: cuda:0 is not here; GPUs are none"),
     ],
 )
 def test_a_device_that_is_not_here_or_not_one_is_named(device, gpus, message):
     with pytest.raises(ConfigError, match=message):
-        plan_devices(gpus, 1, 1, (), [device])
+        plan_devices(gpus, 1, 1, [device])
 
 
 def test_more_devices_than_workers_are_refused():
-    with pytest.raises(ConfigError, match="--prefill-devices: names 2 devices for 1 workers"):
-        plan_devices((A, B), 1, 1, ["cuda:0", "cuda:1"])
+    with pytest.raises(ConfigError, match="--device: names 3 devices for 2 workers"):
+        plan_devices((A, B), 1, 1, ["cuda:0", "cuda:1", "cpu"])
 
 
 def test_slices_of_a_divided_gpu_stand_for_it():

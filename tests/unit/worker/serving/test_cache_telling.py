@@ -55,7 +55,7 @@ async def test_subscribers_are_told_beside_routers(cache: PrefixCache, tmp_path:
     address = f"ipc://{tmp_path}/replay"
     with (
         zmq.Context() as context,
-        telling(cache, kv_events=f"ipc://{tmp_path}/events", kv_events_replay=address),
+        telling(cache, kv_events=(f"ipc://{tmp_path}/events", address)),
         context.socket(zmq.DEALER) as asker,
     ):
         names = store(cache)
@@ -80,8 +80,7 @@ async def test_without_a_cache_nobody_is_told(cache: PrefixCache) -> None:
 @pytest.mark.parametrize(
     ("options", "option"),
     [
-        ({"kv_events": "tcp://127.0.0.1:1", "prefix_cache": False}, "--kv-events: needs --prefix-cache"),
-        ({"kv_events_replay": "tcp://127.0.0.1:1"}, "--kv-events-replay: needs --kv-events"),
+        ({"kv_events": ("tcp://127.0.0.1:1",), "prefix_cache": False}, "--kv-events: needs --prefix-cache"),
     ],
 )
 def test_options_that_do_not_fit_are_refused(cache: PrefixCache, options: dict[str, Any], option: str) -> None:

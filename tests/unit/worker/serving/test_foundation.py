@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from engine.loading import EngineRole
 from models.files.checkpoint import DEMO, resolve_model
 from shell.config import PrefillConfig
 from shell.rpc.process import StopSignal
@@ -33,14 +34,14 @@ async def test_a_worker_whose_tokenizer_changes_while_it_loads_does_not_serve(
 ) -> None:
     folder = shutil.copytree(resolve_model(DEMO), tmp_path / "model")
     base = Foundation.lay(Role.PREFILL, replace(PrefillConfig(), model=str(folder)), None)
-    engine, options = FakeEngine(), object()
+    engine = FakeEngine()
 
-    def load(_: Any) -> FakeEngine:
+    def load(*_: Any) -> FakeEngine:
         (folder / "tokenizer.json").write_bytes((folder / "tokenizer.json").read_bytes())
         return engine
 
     monkeypatch.setattr(app, "load_engine", load)
     with pytest.raises(CheckpointError, match=r"tokenizer\.json: changed while"):
-        async with base.engine(options, StopSignal()):  # type: ignore[arg-type]
+        async with base.engine(EngineRole(), StopSignal()):
             pytest.fail("it would serve")
     assert engine.closed

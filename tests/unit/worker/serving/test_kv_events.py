@@ -14,10 +14,11 @@ import pytest
 import zmq
 import zmq.asyncio
 
+from shell.config import WorkerConfig
 from tandem.errors import ConfigError
 from tandem.types import TokenId
 from worker.serving import kv_events
-from worker.serving.kv_events import KvEvents, KvEventsOptions
+from worker.serving.kv_events import KvEvents
 
 LOOPBACK = "tcp://127.0.0.1:*"
 NOW_S = 1789095808.5
@@ -73,8 +74,12 @@ async def publishing(
     address: str = LOOPBACK,
 ) -> AsyncIterator[tuple[KvEvents, zmq.asyncio.Socket]]:
     """A worker's events, and a subscriber that is known to hear them from the next one on."""
-    options = KvEventsOptions(address, LOOPBACK, topic)
-    with KvEvents(options, 4, lambda: NOW_S) as events, context.socket(zmq.SUB) as subscriber:
+    config = WorkerConfig(
+        kv_events=(address, LOOPBACK),
+        kv_events_topic=topic,
+        block_size=4,
+    )
+    with KvEvents(config, lambda: NOW_S) as events, context.socket(zmq.SUB) as subscriber:
         subscriber.subscribe(subscribe)
         subscriber.connect(events.addresses[0])
         async with asyncio.timeout(TIMEOUT_S):
@@ -223,7 +228,7 @@ async def test_a_subscriber_that_does_not_read_loses_batches_and_keeps_nobody_wa
 
 async def test_batches_that_find_no_room_leave_a_gap_in_the_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kv_events, "MAX_QUEUED", 2)
-    events = KvEvents(KvEventsOptions(LOOPBACK, None, ""), 4)
+    events = KvEvents(WorkerConfig(kv_events=(LOOPBACK,)))
     for _ in range(5):  # its thread does not run yet
         events.removed([1])
         await asyncio.sleep(0)
@@ -233,12 +238,14 @@ async def test_batches_that_find_no_room_leave_a_gap_in_the_numbers(monkeypatch:
 
 
 def test_an_address_that_cannot_be_had_is_named() -> None:
-    with KvEvents(KvEventsOptions(LOOPBACK, None, ""), 4) as events:
+    with KvEvents(WorkerConfig(kv_events=(LOOPBACK,))) as events:
         (taken,) = events.addresses
         with pytest.raises(ConfigError, match="--kv-events: Address already in use"):
-            KvEvents(KvEventsOptions(taken, None, ""), 4).__enter__()
-        with pytest.raises(ConfigError, match="--kv-events-replay"):
-            KvEvents(KvEventsOptions(LOOPBACK, taken, ""), 4).__enter__()
+            KvEvents(WorkerConfig(kv_events=(taken,))).__enter__()
+        with pytest.raises(ConfigError, match="--kv-events: Address already in use"):
+            KvEvents(WorkerConfig(kv_events=(LOOPBACK, taken))).__enter__()
+    with pytest.raises(ConfigError, match="--kv-events: takes one address for events and one for replays"):
+        KvEvents(WorkerConfig(kv_events=(LOOPBACK, LOOPBACK, LOOPBACK))).__enter__()
 
 
 async def test_what_was_told_last_is_published_and_nothing_is_written_after_the_end(
@@ -248,7 +255,7 @@ async def test_what_was_told_last_is_published_and_nothing_is_written_after_the_
     monkeypatch.setattr(KvEvents, "_publish", lambda _, batch: published.append(batch[2]))
     errors: list[dict[str, Any]] = []
     asyncio.get_running_loop().set_exception_handler(lambda _, error: errors.append(error))
-    with KvEvents(KvEventsOptions(LOOPBACK, None, ""), 4) as events:
+    with KvEvents(WorkerConfig(kv_events=(LOOPBACK,))) as events:
         events.cleared()
     await asyncio.sleep(0)
     assert published == [[{"type": "AllBlocksCleared"}]]

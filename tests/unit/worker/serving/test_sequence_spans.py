@@ -1,15 +1,30 @@
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
 from opentelemetry.sdk.trace import ReadableSpan
 
-from shell.telemetry.observers import SequenceObserver, StepReport, WorkerObserver
+from shell.telemetry.events import (
+    BlocksReserved,
+    FirstToken,
+    Preempted,
+    PrefixLookedUp,
+    ProcessEvents,
+    SequenceArrived,
+    SequenceEnded,
+    SequenceEvent,
+    SequenceEvents,
+    Started,
+    Transferred,
+    TransferStarted,
+    WorkerEvents,
+)
 from tandem.errors import InternalError, PeerLost, TicketRefused
 from tandem.types import ChoiceSpec, GroupSpec, RequestId, Role, SamplingParams, TokenId
 from tests.recorded_spans import RecordedSpans
-from worker.serving.spans import sequence_spans
+from worker.serving.spans import SequenceSpans
 
 TRACE_ID, SPAN_ID = "a" * 32, "b" * 16
 SPEC = GroupSpec(
@@ -21,15 +36,18 @@ SPEC = GroupSpec(
 )
 
 
-def observer_of(recorded: RecordedSpans, role: Role) -> WorkerObserver:
-    (observer,) = sequence_spans(recorded.tracer, role)
-    return observer
+def events_of(recorded: RecordedSpans, role: Role, spec: GroupSpec = SPEC) -> SequenceEvents:
+    events: WorkerEvents = ProcessEvents(SequenceSpans(recorded.tracer, role).hear)
+    return events.begin(SequenceArrived(spec))
 
 
-def tell(sequence: SequenceObserver, *calls: str) -> None:
-    for call in calls:
-        args = (300, 0.25, "shm") if call == "transferred" else ()
-        getattr(sequence, call)(*args)
+def emit(sequence: SequenceEvents, *kinds: Callable[[], SequenceEvent]) -> None:
+    for kind in kinds:
+        sequence.emit(kind())
+
+
+def transferred() -> Transferred:
+    return Transferred(300, 0.25, "shm")
 
 
 def start_and_end(span: ReadableSpan) -> tuple[int, int]:
@@ -39,22 +57,18 @@ def start_and_end(span: ReadableSpan) -> tuple[int, int]:
 
 
 @pytest.fixture
-def prefilled(recorded: RecordedSpans) -> SequenceObserver:
-    return observer_of(recorded, Role.PREFILL).sequence(SPEC)
+def prefilled(recorded: RecordedSpans) -> SequenceEvents:
+    return events_of(recorded, Role.PREFILL)
 
 
 @pytest.fixture
-def decoded(recorded: RecordedSpans) -> SequenceObserver:
-    return observer_of(recorded, Role.DECODE).sequence(SPEC)
+def decoded(recorded: RecordedSpans) -> SequenceEvents:
+    return events_of(recorded, Role.DECODE)
 
 
-def test_without_a_tracer_there_is_no_observer() -> None:
-    assert tuple(sequence_spans(None, Role.DECODE)) == ()
-
-
-def test_a_prefill_worker_queues_computes_and_hands_over(recorded: RecordedSpans, prefilled: SequenceObserver) -> None:
-    tell(prefilled, "started", "transfer_started", "first_token", "transferred")
-    prefilled.ended(None, 1)
+def test_a_prefill_worker_queues_computes_and_hands_over(recorded: RecordedSpans, prefilled: SequenceEvents) -> None:
+    emit(prefilled, Started, TransferStarted, FirstToken, transferred)
+    prefilled.emit(SequenceEnded(None, 1))
     assert recorded.names == ["queue", "prefill", "kv.transfer"]
     assert recorded.attributes("kv.transfer").items() >= {
         ("tandem.transfer.bytes", 300),
@@ -65,11 +79,9 @@ def test_a_prefill_worker_queues_computes_and_hands_over(recorded: RecordedSpans
     assert all("tandem.released" not in recorded.attributes(name) for name in recorded.names)
 
 
-def test_all_spans_lie_below_the_one_that_the_router_named(
-    recorded: RecordedSpans, prefilled: SequenceObserver
-) -> None:
-    tell(prefilled, "started", "transfer_started", "first_token", "transferred")
-    prefilled.ended(None, 1)
+def test_all_spans_lie_below_the_one_that_the_router_named(recorded: RecordedSpans, prefilled: SequenceEvents) -> None:
+    emit(prefilled, Started, TransferStarted, FirstToken, transferred)
+    prefilled.emit(SequenceEnded(None, 1))
     for span in recorded.all:
         assert span.parent is not None
         assert (f"{span.parent.trace_id:032x}", f"{span.parent.span_id:016x}") == (TRACE_ID, SPAN_ID)
@@ -77,16 +89,16 @@ def test_all_spans_lie_below_the_one_that_the_router_named(
 
 @pytest.mark.parametrize("role", Role)
 def test_the_trace_state_of_the_caller_reaches_the_spans(recorded: RecordedSpans, role: Role) -> None:
-    observer_of(recorded, role).sequence(replace(SPEC, tracestate="sampler=th:c,vendor=1")).ended(None, 0)
+    events_of(recorded, role, replace(SPEC, tracestate="sampler=th:c,vendor=1")).emit(SequenceEnded(None, 0))
     context = recorded.one("queue").context
     assert context is not None
     assert dict(context.trace_state) == {"sampler": "th:c", "vendor": "1"}
 
 
-def test_spans_tell_the_request_and_lengths_but_no_tokens(recorded: RecordedSpans, prefilled: SequenceObserver) -> None:
-    prefilled.looked_up(5, 2)
-    tell(prefilled, "started")
-    prefilled.ended(None, 0)
+def test_spans_tell_the_request_and_lengths_but_no_tokens(recorded: RecordedSpans, prefilled: SequenceEvents) -> None:
+    prefilled.emit(PrefixLookedUp(5, 2))
+    emit(prefilled, Started)
+    prefilled.emit(SequenceEnded(None, 0))
     assert recorded.attributes("prefill").items() >= {
         ("tandem.request_id", "r1"),
         ("gen_ai.usage.input_tokens", 3),
@@ -98,50 +110,50 @@ def test_spans_tell_the_request_and_lengths_but_no_tokens(recorded: RecordedSpan
         assert "700" not in str(said)
 
 
-def test_a_transfer_overlaps_the_prefill_that_feeds_it(recorded: RecordedSpans, prefilled: SequenceObserver) -> None:
-    tell(prefilled, "started", "transfer_started", "first_token", "transferred")
-    prefilled.ended(None, 1)
+def test_a_transfer_overlaps_the_prefill_that_feeds_it(recorded: RecordedSpans, prefilled: SequenceEvents) -> None:
+    emit(prefilled, Started, TransferStarted, FirstToken, transferred)
+    prefilled.emit(SequenceEnded(None, 1))
     prefill, transfer = start_and_end(recorded.one("prefill")), start_and_end(recorded.one("kv.transfer"))
     assert prefill[0] <= transfer[0] <= prefill[1] <= transfer[1]
 
 
 @pytest.mark.parametrize(
-    ("calls", "failed"),
+    ("kinds", "failed"),
     [
         ((), ["queue"]),
-        (("started",), ["prefill"]),
-        (("started", "transfer_started"), ["kv.transfer", "prefill"]),
-        (("started", "transfer_started", "first_token"), ["kv.transfer"]),
-        (("started", "first_token"), ["kv.transfer"]),
+        ((Started,), ["prefill"]),
+        ((Started, TransferStarted), ["kv.transfer", "prefill"]),
+        ((Started, TransferStarted, FirstToken), ["kv.transfer"]),
+        ((Started, FirstToken), ["kv.transfer"]),
     ],
 )
 def test_an_error_marks_what_was_under_way_on_a_prefill_worker(
-    recorded: RecordedSpans, prefilled: SequenceObserver, calls: tuple[str, ...], failed: list[str]
+    recorded: RecordedSpans, prefilled: SequenceEvents, kinds: tuple[type[SequenceEvent], ...], failed: list[str]
 ) -> None:
-    tell(prefilled, *calls)
-    prefilled.ended(TicketRefused("no"), 0)
+    emit(prefilled, *kinds)
+    prefilled.emit(SequenceEnded(TicketRefused("no"), 0))
     assert sorted(name for name in recorded.names if recorded.failure(name) == "TICKET_REFUSED") == failed
 
 
-def test_what_a_release_cuts_short_is_marked_as_released(recorded: RecordedSpans, prefilled: SequenceObserver) -> None:
-    tell(prefilled, "started", "transfer_started")
-    prefilled.ended(None, 0)
+def test_what_a_release_cuts_short_is_marked_as_released(recorded: RecordedSpans, prefilled: SequenceEvents) -> None:
+    emit(prefilled, Started, TransferStarted)
+    prefilled.emit(SequenceEnded(None, 0))
     released = [name for name in recorded.names if recorded.attributes(name).get("tandem.released")]
     assert sorted(released) == ["kv.transfer", "prefill"]
     assert all(recorded.failure(name) is None for name in recorded.names)
 
 
 def test_a_prompt_whose_first_token_is_its_last_has_no_transfer(
-    recorded: RecordedSpans, prefilled: SequenceObserver
+    recorded: RecordedSpans, prefilled: SequenceEvents
 ) -> None:
-    tell(prefilled, "started", "first_token")
-    prefilled.ended(None, 1)
+    emit(prefilled, Started, FirstToken)
+    prefilled.emit(SequenceEnded(None, 1))
     assert recorded.names == ["queue", "prefill"]
 
 
-def test_a_decode_worker_queues_receives_and_decodes(recorded: RecordedSpans, decoded: SequenceObserver) -> None:
-    tell(decoded, "reserved", "transfer_started", "transferred", "started")
-    decoded.ended(None, 8)
+def test_a_decode_worker_queues_receives_and_decodes(recorded: RecordedSpans, decoded: SequenceEvents) -> None:
+    emit(decoded, BlocksReserved, TransferStarted, transferred, Started)
+    decoded.emit(SequenceEnded(None, 8))
     assert recorded.names == ["queue", "kv.receive", "decode"]
     assert recorded.events("kv.receive") == ["transfer_started"]
     assert recorded.events("decode") == ["scheduled"]
@@ -152,10 +164,10 @@ def test_a_decode_worker_queues_receives_and_decodes(recorded: RecordedSpans, de
 
 @pytest.mark.parametrize("error", [None, PeerLost("gone")])
 def test_waiting_for_a_writer_is_no_part_of_the_queue(
-    recorded: RecordedSpans, decoded: SequenceObserver, error: PeerLost | None
+    recorded: RecordedSpans, decoded: SequenceEvents, error: PeerLost | None
 ) -> None:
-    tell(decoded, "reserved")
-    decoded.ended(error, 0)
+    emit(decoded, BlocksReserved)
+    decoded.emit(SequenceEnded(error, 0))
     assert recorded.names == ["queue", "kv.receive"]
     assert recorded.failure("queue") is None
     assert "tandem.released" not in recorded.attributes("queue")
@@ -163,55 +175,52 @@ def test_waiting_for_a_writer_is_no_part_of_the_queue(
 
 
 def test_a_prompt_computed_by_the_decode_worker_queues_until_it_starts(
-    recorded: RecordedSpans, decoded: SequenceObserver
+    recorded: RecordedSpans, decoded: SequenceEvents
 ) -> None:
-    tell(decoded, "started", "first_token")
-    decoded.ended(None, 9)
+    emit(decoded, Started, FirstToken)
+    decoded.emit(SequenceEnded(None, 9))
     assert recorded.names == ["queue", "prefill", "decode"]
     assert recorded.attributes("decode")["gen_ai.usage.output_tokens"] == 9
 
 
-def test_a_preemption_is_an_event_of_what_it_interrupts(recorded: RecordedSpans, decoded: SequenceObserver) -> None:
-    tell(decoded, "started", "preempted", "first_token", "preempted", "preempted")
-    decoded.ended(None, 9)
+def test_a_preemption_is_an_event_of_what_it_interrupts(recorded: RecordedSpans, decoded: SequenceEvents) -> None:
+    emit(decoded, Started, Preempted, FirstToken, Preempted, Preempted)
+    decoded.emit(SequenceEnded(None, 9))
     assert recorded.events("prefill") == ["preempted"]
     assert recorded.events("decode") == ["preempted", "preempted"]
 
 
 @pytest.mark.parametrize(
-    ("calls", "failed"),
+    ("kinds", "failed"),
     [
         ((), "queue"),
-        (("reserved",), "kv.receive"),
-        (("reserved", "transfer_started"), "kv.receive"),
-        (("reserved", "transfer_started", "transferred"), "decode"),
-        (("started",), "prefill"),
-        (("started", "first_token"), "decode"),
+        ((BlocksReserved,), "kv.receive"),
+        ((BlocksReserved, TransferStarted), "kv.receive"),
+        ((BlocksReserved, TransferStarted, transferred), "decode"),
+        ((Started,), "prefill"),
+        ((Started, FirstToken), "decode"),
     ],
 )
 def test_an_error_marks_what_was_under_way_on_a_decode_worker(
-    recorded: RecordedSpans, decoded: SequenceObserver, calls: tuple[str, ...], failed: str
+    recorded: RecordedSpans, decoded: SequenceEvents, kinds: tuple[type[SequenceEvent], ...], failed: str
 ) -> None:
-    tell(decoded, *calls)
-    decoded.ended(PeerLost("gone"), 0)
+    emit(decoded, *kinds)
+    decoded.emit(SequenceEnded(PeerLost("gone"), 0))
     assert [name for name in recorded.names if recorded.failure(name) == "PEER_LOST"] == [failed]
 
 
 def test_a_request_of_an_unsampled_trace_has_no_spans(recorded: RecordedSpans) -> None:
-    observer = observer_of(recorded, Role.DECODE)
-    sequence = observer.sequence(replace(SPEC, traceparent=f"00-{TRACE_ID}-{SPAN_ID}-00"))
-    tell(sequence, "reserved", "transfer_started", "transferred", "started", "first_token", "preempted")
-    observer.step(StepReport(0.002, 0, 1, (SPEC,)))
-    sequence.ended(InternalError("x"), 1)
+    sequence = events_of(recorded, Role.DECODE, replace(SPEC, traceparent=f"00-{TRACE_ID}-{SPAN_ID}-00"))
+    emit(sequence, BlocksReserved, TransferStarted, transferred, Started, FirstToken, Preempted)
+    sequence.emit(SequenceEnded(InternalError("x"), 1))
     assert recorded.all == ()
 
 
 def test_the_spans_of_work_name_the_number_of_choices_where_there_are_several(recorded: RecordedSpans) -> None:
-    observer = observer_of(recorded, Role.PREFILL)
     for spec in (SPEC, replace(SPEC, choices=tuple(map(ChoiceSpec, range(3))))):
-        sequence = observer.sequence(spec)
-        tell(sequence, "started", "first_token")
-        sequence.ended(None, 1)
+        sequence = events_of(recorded, Role.PREFILL, spec)
+        emit(sequence, Started, FirstToken)
+        sequence.emit(SequenceEnded(None, 1))
     counts = [
         (span.attributes or {}).get("gen_ai.request.choice.count") for span in recorded.all if span.name == "prefill"
     ]

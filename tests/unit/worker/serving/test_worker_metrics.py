@@ -9,9 +9,21 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from engine.prefix_cache import CacheCounters
+from shell.telemetry.events import (
+    FirstToken,
+    PrefixLookedUp,
+    ProcessEvents,
+    SequenceArrived,
+    SequenceEnded,
+    SequenceEvents,
+    Started,
+    StepEnded,
+    Transferred,
+    TransferStarted,
+    WorkerEvents,
+)
 from shell.telemetry.metric import Process
 from shell.telemetry.metrics import Metrics
-from shell.telemetry.observers import SequenceObserver, StepReport
 from tandem.errors import ChecksumMismatch, DeadlineExceeded, TandemError, TransferError
 from tandem.types import (
     ChoiceSpec,
@@ -48,12 +60,12 @@ class Scene:
     def __init__(self, role: Role) -> None:
         self.clock = ManualClock()
         self.metrics = Metrics(Process(role.value), "demo")
-        self.observer = WorkerMetrics(self.metrics, self.clock)
+        self.events: WorkerEvents = ProcessEvents(WorkerMetrics(self.metrics, self.clock).hear)
         self.metrics.add_reader(lambda: load_readings(role, LOAD))
         self.metrics.add_reader(lambda: cache_readings(CacheCounters(90, 60, 5, 3, 2, 9, 8, 7)))
 
-    def sequence(self) -> SequenceObserver:
-        return self.observer.sequence(SPEC)
+    def sequence(self, spec: GroupSpec = SPEC) -> SequenceEvents:
+        return self.events.begin(SequenceArrived(spec))
 
     def samples(self, name: str) -> dict[tuple[str, ...], float]:
         """By label values."""
@@ -81,9 +93,9 @@ def decode() -> Scene:
 def test_a_sequence_waits_from_arrival_to_its_first_step(prefill: Scene) -> None:
     sequence = prefill.sequence()
     prefill.clock.advance_s(0.5)
-    sequence.started()
+    sequence.emit(Started())
     prefill.clock.advance_s(2)
-    sequence.started()  # computed anew after a preemption
+    sequence.emit(Started())  # computed anew after a preemption
     assert prefill.value("tandem_sequence_wait_seconds_count") == 1
     assert prefill.value("tandem_sequence_wait_seconds_sum") == 0.5
 
@@ -92,7 +104,7 @@ def test_a_sequence_waits_from_arrival_to_its_first_step(prefill: Scene) -> None
     ("num_prefill_tokens", "num_decode_seqs", "kind"), [(64, 0, "prefill"), (0, 3, "decode"), (64, 3, "mixed")]
 )
 def test_a_step_is_told_by_its_kind(decode: Scene, num_prefill_tokens: int, num_decode_seqs: int, kind: str) -> None:
-    decode.observer.step(StepReport(0.02, num_prefill_tokens, num_decode_seqs, [SPEC] * 4))
+    decode.events.emit(StepEnded(0.02, num_prefill_tokens, num_decode_seqs, 4))
     assert decode.samples("tandem_step_seconds_count") == {
         (each,): float(each == kind) for each in ("prefill", "decode", "mixed")
     }
@@ -103,22 +115,22 @@ def test_a_step_is_told_by_its_kind(decode: Scene, num_prefill_tokens: int, num_
 
 
 def test_a_first_token_is_a_sampled_one(prefill: Scene) -> None:
-    prefill.sequence().first_token()
+    prefill.sequence().emit(FirstToken())
     assert prefill.value("tandem_sampled_tokens_total") == 1
 
 
 def test_each_choice_that_is_not_resumed_draws_a_first_token(prefill: Scene) -> None:
     resumed = ChoiceSpec(1, (TokenId(5),))
-    prefill.observer.sequence(replace(SPEC, choices=(ChoiceSpec(0), resumed, ChoiceSpec(2)))).first_token()
+    prefill.sequence(replace(SPEC, choices=(ChoiceSpec(0), resumed, ChoiceSpec(2)))).emit(FirstToken())
     assert prefill.value("tandem_sampled_tokens_total") == 2
-    prefill.observer.sequence(replace(SPEC, choices=(resumed,))).first_token()
+    prefill.sequence(replace(SPEC, choices=(resumed,))).emit(FirstToken())
     assert prefill.value("tandem_sampled_tokens_total") == 3
 
 
 @pytest.mark.parametrize("prefix", ["tandem_prefix_cache", "vllm:prefix_cache"])
 def test_tokens_that_were_looked_for_and_found_are_counted(prefill: Scene, prefix: str) -> None:
     for num_cached_tokens in (0, 16):
-        prefill.sequence().looked_up(20, num_cached_tokens)
+        prefill.sequence().emit(PrefixLookedUp(20, num_cached_tokens))
     labels = next(iter(prefill.samples(f"{prefix}_hits_total")))
     assert prefill.value(f"{prefix}_queries_total", *labels) == 40
     assert prefill.value(f"{prefix}_hits_total", *labels) == 16
@@ -135,9 +147,9 @@ def test_blocks_that_the_cache_evicted_stored_and_loaded_are_counted(decode: Sce
 
 def test_the_sender_counts_a_hand_offs_bytes(prefill: Scene) -> None:
     sequence = prefill.sequence()
-    sequence.transfer_started()
-    sequence.transferred(4096, 0.01, "shm")
-    sequence.ended(None, 1)
+    sequence.emit(TransferStarted())
+    sequence.emit(Transferred(4096, 0.01, "shm"))
+    sequence.emit(SequenceEnded(None, 1))
     assert prefill.value("tandem_transfers_total", "committed") == 1
     assert prefill.value("tandem_transfer_bytes_total") == 4096
     assert prefill.value("tandem_transfer_seconds_sum") == 0.01
@@ -146,8 +158,8 @@ def test_the_sender_counts_a_hand_offs_bytes(prefill: Scene) -> None:
 
 def test_the_receiver_counts_no_bytes(decode: Scene) -> None:
     sequence = decode.sequence()
-    sequence.transfer_started()
-    sequence.transferred(0, 0.02, None)
+    sequence.emit(TransferStarted())
+    sequence.emit(Transferred(0, 0.02, None))
     assert decode.value("tandem_transfers_total", "committed") == 1
     assert decode.value("tandem_transfer_bytes_total") == 0
 
@@ -160,8 +172,8 @@ def test_a_hand_off_that_was_under_way_fails_by_its_own_faults_only(
     decode: Scene, error: TandemError | None, transfer: str, num_failures: int
 ) -> None:
     sequence = decode.sequence()
-    sequence.transfer_started()
-    sequence.ended(error, 0)
+    sequence.emit(TransferStarted())
+    sequence.emit(SequenceEnded(error, 0))
     assert decode.value("tandem_transfers_total", transfer) == 1
     failures = decode.samples("tandem_transfer_failures_total")
     assert failures["CHECKSUM_MISMATCH",] == sum(failures.values()) == num_failures
@@ -177,9 +189,9 @@ def test_every_reason_why_a_hand_off_fails_stands_at_zero_before_it_does(
 
 def test_a_sequence_that_fails_after_its_hand_off_leaves_the_hand_off_committed(decode: Scene) -> None:
     sequence = decode.sequence()
-    sequence.transfer_started()
-    sequence.transferred(0, 0.02, None)
-    sequence.ended(DeadlineExceeded("late"), 3)
+    sequence.emit(TransferStarted())
+    sequence.emit(Transferred(0, 0.02, None))
+    sequence.emit(SequenceEnded(DeadlineExceeded("late"), 3))
     assert decode.samples("tandem_transfers_total") == {("committed",): 1, ("failed",): 0, ("withdrawn",): 0}
     assert decode.value("tandem_sequences_total", "failed") == 1
     assert decode.value("tandem_sequence_failures_total", "DEADLINE_EXCEEDED") == 1
