@@ -70,33 +70,27 @@ check: install $(GEN)/.installed
 compile-check: install
 	$(BIN)/python -m kernels.triton.compile_check --cache $(VENV)/triton-cache
 
-## bench     batching, memory, overhead, release, transfer, overlap: records figures, renders docs/performance.md
+## bench     the README's claims, hand-offs, kernels: records figures, renders docs/performance.md
 bench: install
-	$(BIN)/python -m bench.record
+	$(BIN)/python -m bench.claims --record
 	$(BIN)/python -m bench.transfer --record
-	$(BIN)/python -m bench.overlap --record
+	$(BIN)/python -m bench.kernels
+	$(BIN)/python -m bench.report
 
 .PHONY: peers peers-venv goodput
 VLLM_VENV ?= ../vllm-venv
-ZENTORCH ?= ../vllm-zentorch
 LLAMA_VENV ?= ../llama-venv
 PEERS ?=  # more options, such as --quick
 GOODPUT ?=  # the same
 
-## peers-venv   the peers in environments of their own, beside the repository (VLLM_VENV, ZENTORCH, LLAMA_VENV): 4 GB
-peers-venv: $(VLLM_VENV)/.installed $(ZENTORCH)/.installed $(LLAMA_VENV)/.installed
+## peers-venv   the peers in environments of their own, beside the repository (VLLM_VENV, LLAMA_VENV): 4 GB
+peers-venv: $(VLLM_VENV)/.installed $(LLAMA_VENV)/.installed
 
 # With its dependencies torch alone: a CPU build where pip offers one. All else is pinned, and no more than is needed.
 $(VLLM_VENV)/.installed: bench/vllm-requirements.txt
 	test -x $(VLLM_VENV)/bin/python || $(PYTHON) -m venv $(VLLM_VENV)
 	$(VLLM_VENV)/bin/python -m pip install -q --disable-pip-version-check torch==2.13.0
 	$(VLLM_VENV)/bin/python -m pip install -q --disable-pip-version-check --no-deps -r bench/vllm-requirements.txt
-	touch $@
-
-# AMD's kernels for vLLM, which takes them wherever it can import them: in a folder, so that it runs without them too.
-$(ZENTORCH)/.installed: $(VLLM_VENV)/.installed
-	$(VLLM_VENV)/bin/python -m pip install -q --disable-pip-version-check --no-deps --upgrade --target $(ZENTORCH) \
-		zentorch==2.13.0.1 deprecated==1.3.1 wrapt==2.5.2
 	touch $@
 
 # From source, for this processor alone: half an hour of compiling on one core.
@@ -108,12 +102,14 @@ $(LLAMA_VENV)/.installed: bench/llama-requirements.txt
 
 ## peers     Tandem on a CPU against vLLM, llama.cpp and transformers in one run: records, renders the page
 peers: install peers-venv
-	$(BIN)/python -m bench.peers --vllm-python $(abspath $(VLLM_VENV))/bin/python --zentorch $(abspath $(ZENTORCH)) \
+	$(BIN)/python -m bench.peers --vllm-python $(abspath $(VLLM_VENV))/bin/python \
 		--llama-python $(abspath $(LLAMA_VENV))/bin/python $(PEERS)
+	$(BIN)/python -m bench.report
 
 ## goodput   requests per second within objectives, against vLLM's server: records, renders the page (hours; less with GOODPUT=--quick)
 goodput: install $(VLLM_VENV)/.installed
 	$(BIN)/python -m bench.goodput --vllm-python $(abspath $(VLLM_VENV))/bin/python --record $(GOODPUT)
+	$(BIN)/python -m bench.report
 
 ## exact     token ids against transformers: every family, transport, block size and chunk budget (half an hour)
 exact: install
@@ -132,7 +128,7 @@ $(PROTOBUF7)/.installed: $(VENV)/.installed
 		grpcio-channelz==1.85.0
 	touch $@
 
-## gpu       all that only a GPU can show, in ten minutes, without network: records figures, renders the page
+## gpu       all that only a GPU can show, in ten minutes, without network: records figures
 .PHONY: gpu
 gpu:
 	$(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON)) -m bench.gpu

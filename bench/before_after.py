@@ -1,63 +1,76 @@
-"""Two checkouts against each other on one machine: `python -m bench.before_after BASE_DIR`.
+"""Two checkouts against each other on one machine: `python -m bench.before_after BASE_DIR [--rounds 20]`.
 
-BASE_DIR is a checkout that is installed (`make install`); this checkout is the other side. Both do the same work
-in turns, round after round, and the side that begins changes, so that the machine's drift hits both alike:
-idle time of the engine, what a worker's end of the stream costs, what router and hand-off add, decode steps of
-the engine, first token and throughput through `tandem serve`. Files visited and lines are counted once. Prints a
-table of medians and ratios and writes `bench/results/before-after.json`. Takes about ten minutes where nothing
-else runs.
+BASE_DIR is an installed checkout (`make install`); this checkout is the other side. Both sides are up at once and
+do the same work in turns, round after round, and the side that begins changes, so that the machine's drift hits both
+alike. Every few rounds all processes are started anew. Every figure is a cost, so that less is better:
 
-Each side runs its own benchmarks with its own interpreter. Benchmarks that the base does not have yet are
-added to a copy of its `bench/`, which lies in a temporary folder: the base itself is not touched.
+    engine          decode steps and prompts of the engine alone, by each side's own `bench.peers.tandem_engine`
+    tandem …        `tandem serve` of each deployment, over gRPC by this checkout's client: the first token and the gaps
+                    of a request alone, the time per token of all streams at once
+    control loop    64 streams on a tiny model, where what is not the model counts most: gap, CPU time per token of the
+                    router and of the decode worker, the engine's step and its idle share, by the workers' own metrics
+
+Prints each figure's medians and the geometric mean of the rounds' ratios, after by before, with its 95 % interval, and
+writes `bench/results/before-after.json`. Twenty rounds take about twelve minutes on two cores where nothing else runs.
 """
 
 from __future__ import annotations
 
 import argparse
+import asyncio
+import contextlib
 import json
 import os
-import shutil
+import random
 import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, field, replace
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from bench import lines
+import uvloop
+
 from bench.peers.job import Job
+from bench.peers.process import EngineProcess, PeerProcess, closing_all, end_in_order
+from bench.peers.servers import TANDEM_SERVERS, Served, ServedShape, measure_turn, warm_up, with_pool
 from bench.support.checkpoints import PEER_SHAPES, write_checkpoint
-from bench.support.machine import describe_machine, today
+from bench.support.cluster import Cluster, serve
+from bench.support.machine import RESULTS, describe_machine, today
 from bench.support.markdown import table
+from bench.support.pairs import paired_ratio
+from bench.support.processes import children
+from bench.support.scrape import worker_counters
+from bench.support.streams import Stream, TandemStreams, fresh_prompts, tokens_per_s
+from tandem.client import AsyncClient
 
 ROOT = Path(__file__).resolve().parents[1]
-RECORD = ROOT / "bench" / "results" / "before-after.json"
 SIDES = ("before", "after")
-TIMEOUT_S = 600.0
-_ADDED = ("idle.py", "served_alone.py", "stream_cost.py", "walk.py", "walk_probe.py", "walk_windows.py")
-"""What a base may not have yet."""
 _THREADS = 2
-_LOG_TAIL = 2000
+_READY_S = 90.0
+_SETTLE_S = 0.3
+_TICKS_PER_S = os.sysconf("SC_CLK_TCK")
+_STEP = "tandem_step_seconds"
+LOOP = "control loop"
+_LOOP_MODEL = "smoke"
 
 Figures = dict[str, float]
-"""By name, the unit in it."""
+"""By name, the unit in it; less is better."""
 
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """How much is measured."""
+    """How much a round does."""
 
-    rounds: int
     shape: str
-    """One of `PEER_SHAPES`."""
-    idle: tuple[str, ...]
-    overhead: tuple[str, ...]
-    served: tuple[str, ...]
+    """One of `PEER_SHAPES`, of all but the control loop."""
     jobs: tuple[Job, ...]
-    walk: tuple[str, ...] = ()
+    served: ServedShape
+    loop_streams: int
+    loop_tokens: int
 
 
 def _job(num_seqs: int, prompt_tokens: int, decode_steps: int) -> Job:
@@ -66,194 +79,146 @@ def _job(num_seqs: int, prompt_tokens: int, decode_steps: int) -> Job:
 
 _WARM_UP = _job(4, 192, 4)
 FULL = Work(
-    rounds=3,
-    shape="135m",
-    idle=("--repeats", "2"),
-    overhead=("--repeats", "2"),
-    served=(),
-    jobs=(_job(1, 256, 32), _job(16, 256, 16), _job(64, 256, 10)),
+    "135m", (_job(1, 256, 24), _job(16, 128, 16), _job(64, 64, 10)), ServedShape(16, 128, 32, alone_repeats=2), 64, 96
 )
-QUICK = Work(
-    rounds=1,
-    shape="smoke",
-    idle=("--repeats", "1", "--output-tokens", "32"),
-    overhead=("--repeats", "1"),
-    served=("--streams", "4", "--prompt-tokens", "64", "--output-tokens", "16"),
-    jobs=(_job(1, 64, 8), _job(16, 64, 8)),
-    walk=("--requests", "4"),
-)
-
-
-@dataclass(frozen=True, slots=True)
-class Side:
-    """One checkout: where its benchmarks are run, and with which interpreter."""
-
-    name: str
-    checkout: Path
-    python: Path
-    folder: Path
-    """Holds the `bench/` that is run; first on the module path, the checkout second."""
-
-    def run(self, module: str, *arguments: str, stdin: str = "") -> str:
-        """Standard output of `python -m module`. Raises RuntimeError with the end of its log if it fails."""
-        done = subprocess.run(
-            (str(self.python), "-m", module, *arguments),
-            cwd=self.folder,
-            # Not the caller's: it would put one side's code under the other's name.
-            env={**os.environ, "PYTHONPATH": f"{self.folder}{os.pathsep}{self.checkout}"},
-            input=stdin,
-            capture_output=True,
-            text=True,
-            timeout=TIMEOUT_S,
-            check=False,
-        )
-        if done.returncode != 0:
-            raise RuntimeError(f"{self.name}: {module} ended with {done.returncode}:\n{done.stderr[-_LOG_TAIL:]}")
-        return done.stdout
+QUICK = Work("smoke", (_job(1, 64, 8), _job(16, 64, 8)), ServedShape(4, 64, 16, alone_repeats=1), 8, 32)
 
 
 @dataclass(slots=True)
-class Measured:
-    """All rounds of both sides."""
+class Side:
+    """One checkout's processes, up and warm."""
 
-    rounds: dict[str, list[Figures]] = field(default_factory=lambda: {side: [] for side in SIDES})
+    engine: EngineProcess
+    servers: dict[str, AsyncClient] = field(default_factory=dict)
+    """Clients by deployment."""
+    loop: Cluster | None = None
+    """That of the control loop."""
 
-    def values(self, side: str, figure: str) -> list[float]:
-        """One per round."""
-        return [each[figure] for each in self.rounds[side]]
+    async def measure(self, work: Work, number: int) -> Figures:
+        """Everything, once."""
+        found = self._steps(work)
+        for name, client in self.servers.items():
+            await asyncio.sleep(_SETTLE_S)
+            if name == LOOP:
+                found |= await self._control_loop(client, work, number)
+            else:
+                served = Served()
+                vocab_size = PEER_SHAPES[work.shape].sizes["vocab_size"]
+                await measure_turn(TandemStreams(client), work.served, vocab_size, number, served)
+                found |= {
+                    f"{name}: first token alone, ms": statistics.median(served.alone_ttft_s) * 1e3,
+                    f"{name}: gap alone, ms": statistics.median(served.alone_gap_s) * 1e3,
+                    f"{name}: gap of all streams, ms": statistics.median(served.gap_s) * 1e3,
+                    f"{name}: all streams, ms per token": 1e3 / served.tokens_per_s[0],
+                }
+        return found
 
-    @property
-    def figures(self) -> list[str]:
-        """Those that both sides have, in the order in which they were measured."""
-        return [each for each in self.rounds["before"][0] if each in self.rounds["after"][0]]
+    def _steps(self, work: Work) -> Figures:
+        found: Figures = {}
+        for job in work.jobs:
+            times, name = self.engine.run(job), f"{job.num_seqs} × {job.prompt_tokens}"
+            found[f"engine: decode step {name}, ms"] = statistics.median(times.step_s) * 1e3
+            found[f"engine: prompts {name}, µs per token"] = times.prefill_s / (job.num_seqs * job.prompt_tokens) * 1e6
+        return found
 
-    def medians(self, figure: str) -> tuple[float, float]:
-        """Before and after."""
-        before, after = (statistics.median(self.values(side, figure)) for side in SIDES)
-        return before, after
-
-    def ratios(self, figure: str) -> list[float]:
-        """After by before, of each round in which there is one."""
-        pairs = zip(self.values("before", figure), self.values("after", figure), strict=True)
-        return [found for pair in pairs if (found := ratio(*pair)) is not None]
-
-
-def ratio(before: float, after: float) -> float | None:
-    """None where noise is larger than the figure: a difference of two measurements may come out below zero."""
-    return after / before if before > 0 and after > 0 else None
-
-
-def base_side(base: Path, folder: Path) -> Side:
-    """The base, with its benchmarks copied into `folder` and what it lacks beside them."""
-    shutil.copytree(base / "bench", folder / "bench", ignore=shutil.ignore_patterns("__pycache__", "results"))
-    for name in _ADDED:
-        if not (folder / "bench" / name).exists():
-            shutil.copy(ROOT / "bench" / name, folder / "bench" / name)
-    return Side("before", base, base / ".venv" / "bin" / "python", folder)
-
-
-def measure_round(side: Side, work: Work, model: Path) -> Figures:
-    """Everything that takes time, once. Raises RuntimeError."""
-    return {
-        **_idle(side, work),
-        **_stream_cost(side),
-        **_overhead(side, work),
-        **_steps(side, work, model),
-        **_served(side, work, model),
-    }
-
-
-def _idle(side: Side, work: Work) -> Figures:
-    figures: Figures = {}
-    for each in json.loads(side.run("bench.idle", *work.idle)):
-        name = f"engine idle between steps, {each['num_seqs']} seqs"
-        figures[f"{name}, p50 ms"] = each["idle_p50_ms"]
-        figures[f"{name}, p90 ms"] = each["idle_p90_ms"]
-        figures[f"{name}, share"] = each["idle_share"]
-    return figures
-
-
-def _stream_cost(side: Side) -> Figures:
-    found = json.loads(side.run("bench.stream_cost"))
-    return {f"tokens to messages in the worker, {found['handles']} requests, µs per token": found["us_per_token"]}
+    async def _control_loop(self, client: AsyncClient, work: Work, number: int) -> Figures:
+        """Streams at once, with what each process and the engine spent on them."""
+        assert self.loop is not None
+        admin = (await client.status()).admin_address
+        pids = children(self.loop.process.pid)
+        prompts = fresh_prompts(
+            random.Random(number), work.loop_streams, 16, PEER_SHAPES[_LOOP_MODEL].sizes["vocab_size"]
+        )
+        counted = await asyncio.to_thread(worker_counters, admin)
+        before_s = {name: _cpu_s(pid) for name, pid in pids.items()}
+        streams = await _all_at_once(client, prompts, work.loop_tokens)
+        spent_s = {name: _cpu_s(pid) - before_s[name] for name, pid in pids.items()}
+        counted = (await asyncio.to_thread(worker_counters, admin)) - counted
+        num_tokens = sum(stream.num_tokens for stream in streams)
+        found = {
+            f"{LOOP}: all streams, ms per token": 1e3 / tokens_per_s(streams),
+            f"{LOOP}: gap, ms": statistics.median(gap for stream in streams for gap in stream.gaps_s()) * 1e3,
+            **{f"{LOOP}: CPU of {name}, µs per token": each / num_tokens * 1e6 for name, each in spent_s.items()},
+        }
+        steps, step_s = counted[f"{_STEP}_count{{decode}}"], counted[f"{_STEP}_sum{{decode}}"]
+        if steps:
+            span_s = max(each.end_s for each in streams) - min(each.sent_s for each in streams)
+            found[f"{LOOP}: decode step, ms"] = step_s / steps * 1e3
+            found[f"{LOOP}: not in a decode step, share of the time"] = max(0.0, 1 - step_s / span_s)
+        return found
 
 
-def _overhead(side: Side, work: Work) -> Figures:
-    found = json.loads(side.run("bench.overhead", *work.overhead))
-    if not found["tokens_equal"]:
-        raise RuntimeError(f"{side.name}: served tokens are not the engine's")
-    return {
-        "added per token, p50 ms": found["added_per_token_p50_ms"],
-        "added per token, mean ms": found["added_per_token_mean_ms"],
-        "added to the first token, ms": found["added_to_first_token_ms"],
-        "hand-off, ms": found["transfer_ms"],
-    }
+async def _all_at_once(client: AsyncClient, prompts: Sequence[tuple[int, ...]], num_tokens: int) -> list[Stream]:
+    return await asyncio.gather(*(TandemStreams(client).generate(prompt, num_tokens) for prompt in prompts))
 
 
-def _steps(side: Side, work: Work, model: Path) -> Figures:
-    jobs = "".join(json.dumps(asdict(job)) + "\n" for job in (_WARM_UP, *work.jobs))
-    answers = side.run("bench.peers.tandem_engine", str(model), str(_THREADS), stdin=jobs).splitlines()
-    times = [json.loads(answer) for answer in answers[2:]]  # after the engine's facts and the warm-up
-    figures: Figures = {}
-    for job, each in zip(work.jobs, times, strict=True):
-        name = f"{job.num_seqs} × {job.prompt_tokens}"
-        figures[f"decode step, {name}, ms"] = statistics.median(each["step_s"]) * 1e3
-        figures[f"prefill, {name}, tokens/s"] = job.num_seqs * job.prompt_tokens / each["prefill_s"]
-    return figures
+def _cpu_s(pid: int) -> float:
+    """Processor time of a process so far."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / _TICKS_PER_S
 
 
-def _served(side: Side, work: Work, model: Path) -> Figures:
-    figures: Figures = {}
-    for name, each in json.loads(side.run("bench.served_alone", str(model), *work.served)).items():
-        figures[f"{name}: throughput, tokens/s"] = each["tokens_per_s"]
-        figures[f"{name}: first token of one request, ms"] = each["first_token_ms"]
-        figures[f"{name}: between tokens of one request, ms"] = each["alone_gap_ms"]
-        figures[f"{name}: between tokens of all streams, ms"] = each["together_gap_ms"]
-    return figures
+@contextlib.asynccontextmanager
+async def open_side(checkout: Path, models: dict[str, Path], work: Work) -> AsyncIterator[Side]:
+    """Starts the checkout's engine and servers; ends them when the block ends. Raises PeerError, RuntimeError."""
+    python = Path(sys.executable) if checkout == ROOT else checkout / ".venv" / "bin" / "python"
+    command = (str(python), "-m", "bench.peers.tandem_engine", str(models[work.shape]), str(_THREADS))
+    process = PeerProcess(checkout.name, command, {"PYTHONPATH": str(checkout)}, checkout)
+    async with contextlib.AsyncExitStack() as stack:
+        side = Side(EngineProcess(process))
+        stack.enter_context(closing_all([process]))
+        side.engine.wait_open()
+        side.engine.run(_WARM_UP)
+        for name, options in {**TANDEM_SERVERS, LOOP: ("--max-seqs", str(work.loop_streams))}.items():
+            model = models[_LOOP_MODEL if name == LOOP else work.shape]
+            started = serve(str(model), *with_pool(options), checkout=checkout)
+            cluster = await asyncio.to_thread(stack.enter_context, started)
+            client = side.servers[name] = await stack.enter_async_context(AsyncClient(cluster.target))
+            await client.wait_ready(timeout_s=_READY_S)
+            await warm_up(TandemStreams(client), PEER_SHAPES[_LOOP_MODEL].sizes["vocab_size"])
+            if name == LOOP:
+                side.loop = cluster
+        yield side
 
 
-def measure(sides: Sequence[Side], work: Work) -> Measured:
-    """All rounds. Raises RuntimeError."""
-    measured = Measured()
-    with tempfile.TemporaryDirectory() as folder:
-        model = Path(folder)
-        write_checkpoint(PEER_SHAPES[work.shape], model)
-        for number in range(work.rounds):
-            for side in sides if number % 2 == 0 else reversed(sides):
-                print(f"round {number + 1} of {work.rounds}: {side.name} …", file=sys.stderr, flush=True)
-                measured.rounds[side.name].append(measure_round(side, work, model))
-    return measured
+async def measure(
+    checkouts: Sequence[Path], models: dict[str, Path], work: Work, rounds: int, each_start: int
+) -> dict[str, list[Figures]]:
+    """All rounds by side; processes are started anew after `each_start` of them."""
+    found: dict[str, list[Figures]] = {side: [] for side in SIDES}
+    for first in range(0, rounds, each_start):
+        async with contextlib.AsyncExitStack() as stack:
+            _say("both sides start")
+            sides = [await stack.enter_async_context(open_side(each, models, work)) for each in checkouts]
+            for number in range(first, min(rounds, first + each_start)):
+                began_s = time.monotonic()
+                for index in (0, 1) if number % 2 == 0 else (1, 0):
+                    found[SIDES[index]].append(await sides[index].measure(work, number + 1))
+                _say(f"round {number + 1} of {rounds}: {time.monotonic() - began_s:.0f} s")
+    return found
 
 
-def count_files(sides: Sequence[Side], work: Work) -> dict[str, dict[str, Any]]:
-    """What `bench.walk` says of each side, by side; both at once, for nothing is timed."""
-    print("files visited …", file=sys.stderr, flush=True)
-    with ThreadPoolExecutor() as pool:
-        found = pool.map(lambda side: json.loads(side.run("bench.walk", "--json", *work.walk)), sides)
-        return {side.name: walks for side, walks in zip(sides, found, strict=True)}
+def ratios(rounds: dict[str, list[Figures]]) -> dict[str, dict[str, Any]]:
+    """Of every figure that both sides have in all rounds: medians and the paired ratio; `met` against `limit`."""
+    before, after = (rounds[side] for side in SIDES)
+    names = [name for name in before[0] if all(name in each for each in (*before, *after))]
+    found = {}
+    for name in names:
+        pair = [each[name] for each in before], [each[name] for each in after]
+        ratio = paired_ratio(*pair)
+        medians = {side: statistics.median(values) for side, values in zip(SIDES, pair, strict=True)}
+        found[name] = {**medians, "ratio": None if ratio is None else asdict(ratio)}
+    return found
 
 
-def timed_table(measured: Measured) -> str:
-    """Medians over the rounds, the ratio of the medians, and the least and largest ratio of a round."""
+def as_markdown(found: dict[str, dict[str, Any]]) -> str:
+    """A row per figure."""
     rows = []
-    for figure in measured.figures:
-        before, after = measured.medians(figure)
-        whole, single = ratio(before, after), measured.ratios(figure)
-        spread = f"{min(single):.2f} to {max(single):.2f}" if single else "–"
-        rows.append([figure, f"{before:.3g}", f"{after:.3g}", "–" if whole is None else f"{whole:.2f}", spread])
-    return table(("figure", *SIDES, "after / before", "in single rounds"), rows)
-
-
-def counted_table(walks: Mapping[str, Mapping[str, Any]]) -> str:
-    """Files of each way."""
-    rows = [[way, *(str(walks[side].get(way, {}).get("num_files", "–")) for side in SIDES)] for way in walks["before"]]
-    return table(("files visited", *SIDES), rows)
-
-
-def _medians(measured: Measured) -> dict[str, dict[str, float | None]]:
-    """By figure."""
-    pairs = {figure: measured.medians(figure) for figure in measured.figures}
-    return {name: {"before": pair[0], "after": pair[1], "ratio": ratio(*pair)} for name, pair in pairs.items()}
+    for name, each in found.items():
+        ratio = each["ratio"]
+        cells = ("–", "–") if ratio is None else (f"{ratio['mean']:.3f}", f"{ratio['low']:.3f} to {ratio['high']:.3f}")
+        rows.append((name, *(f"{each[side]:.4g}" for side in SIDES), *cells))
+    return table(("figure, median", *SIDES, "after / before", "95 % interval"), rows)
 
 
 def _revision(checkout: Path) -> str:
@@ -262,36 +227,48 @@ def _revision(checkout: Path) -> str:
     return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
 
 
+def _say(what: str) -> None:
+    print(what, file=sys.stderr, flush=True)
+
+
+def _on_models(shapes: set[str], run: Callable[[dict[str, Path]], Any]) -> Any:
+    """What `run` returns for checkpoints of these shapes."""
+    with tempfile.TemporaryDirectory() as folder:
+        models = {name: Path(folder) / name for name in shapes}
+        for name, model in models.items():
+            model.mkdir()
+            write_checkpoint(PEER_SHAPES[name], model)
+        return run(models)
+
+
 def main() -> int:
     """Measures, prints, records."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("base", type=Path, metavar="BASE_DIR")
-    parser.add_argument("--rounds", type=int, help="of everything that is timed")
+    parser.add_argument("--rounds", type=int, default=20)
+    parser.add_argument("--rounds-each-start", type=int, default=5, help="rounds until all processes start anew")
     parser.add_argument("--quick", action="store_true", help="only shows that everything runs; records nothing")
-    parser.add_argument("--out", type=Path, help=f"instead of {RECORD.relative_to(ROOT)}")
+    parser.add_argument("--out", type=Path, help="instead of bench/results/before-after.json")
     args = parser.parse_args()
+    end_in_order()
     work = QUICK if args.quick else FULL
-    if args.rounds is not None:
-        work = replace(work, rounds=args.rounds)
-    with tempfile.TemporaryDirectory() as folder:
-        after = Side("after", ROOT, Path(sys.executable), ROOT)
-        sides = (base_side(args.base.resolve(), Path(folder)), after)
-        measured = measure(sides, work)
-        walks = count_files(sides, work)
-    sizes = {side.name: lines.count(str(side.checkout)) for side in sides}
-    print("\n".join((timed_table(measured), counted_table(walks), lines.as_markdown(sizes))))
+    checkouts = (args.base.resolve(), ROOT)
+    rounds = 2 if args.quick else args.rounds
+    found = _on_models(
+        {work.shape, _LOOP_MODEL},
+        lambda models: uvloop.run(measure(checkouts, models, work, rounds, args.rounds_each_start)),
+    )
     record = {
         "date": today(),
         "machine": describe_machine(),
-        "revisions": {side.name: _revision(side.checkout) for side in sides},
-        "medians": _medians(measured),
-        "rounds": measured.rounds,
-        "lines": {name: {room: asdict(size) for room, size in each.items()} for name, each in sizes.items()},
-        "walk": walks,
+        "revisions": {side: _revision(each) for side, each in zip(SIDES, checkouts, strict=True)},
+        "figures": ratios(found),
+        "rounds": found,
     }
-    out = args.out or (None if args.quick else RECORD)
+    print(as_markdown(record["figures"]))
+    out = args.out or (None if args.quick else RESULTS / "before-after.json")
     if out is not None:
-        out.write_text(json.dumps(record, indent=2, ensure_ascii=False) + "\n")
+        out.write_text(json.dumps(record, indent=1, ensure_ascii=False) + "\n")
     return 0
 
 

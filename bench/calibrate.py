@@ -14,9 +14,9 @@ from pathlib import Path
 import torch
 import uvloop
 
-from bench.peers.served import DISAGGREGATED, TANDEM_SERVERS, tandem_turns, warm_up
-from bench.peers.streams import Stream, StreamClient, fresh_prompts
+from bench.peers.servers import DISAGGREGATED, TANDEM_SERVERS, Server, tandem_turns, warm_up
 from bench.support.step_timer import StepTimer
+from bench.support.streams import Stream, StreamClient, fresh_prompts
 from engine.chunking import ChunkTokens
 from engine.loading import keep_freed_memory
 from engine.step import Step
@@ -102,7 +102,7 @@ def _sharing(model: Path, vocab_size: int) -> Sharing:
 
 
 async def _served_sharing(model: Path, vocab_size: int) -> Sharing:
-    async with tandem_turns(model, TANDEM_SERVERS[DISAGGREGATED]) as turn, turn() as client:
+    async with tandem_turns(model, Server(TANDEM_SERVERS[DISAGGREGATED])) as turn, turn() as client:
         await warm_up(client, vocab_size)
         return await measure_sharing(client, vocab_size)
 

@@ -1,25 +1,16 @@
-"""Goodput against vLLM's server and among Tandem's own forms, on the same cores: `python -m bench.goodput`.
+"""Goodput in paired trials, on the same cores and in the same minutes: `python -m bench.goodput`.
 
-Three loads (`bench.goodput_loads`) arrive as Poisson processes. First each server gets some requests of each load one
-at a time: the objectives are 8 times the best server's median time to first token, and 3 times the best server's 95th
-percentile of a request's gaps between messages. Goodput is the highest rate at which at least 90 % of the requests meet
-both, by a bounded search (`bench.goodput_search`). A trial lasts a minute at least (without `--quick`, three), and one
-that is won or lost closely goes on as long again: of 40 requests chance decides. All of this waits while the machine
-is much slower than usual (`bench.pace`), and is done again if it is so afterwards. All servers are up and take turns,
-part by part of their trials, so that all meet the same minutes; vLLM's processes are stopped while they have no turn.
-Client and servers share the cores; the client's share of one is recorded.
+Three loads (`bench.goodput_loads`) arrive as Poisson processes. A trial is one load at one rate with one seed of
+arrivals, on every server in turn: each server meets the same requests at the same times, and a neighbour of the machine
+disturbs all servers alike. Objectives are 8 times the best server's median time to first token, and 3 times the best
+server's 95th percentile of a request's gaps, of requests one at a time. A server passes a rate if at least 90 % of the
+requests of all its trials at that rate meet both. Rates are climbed from the first one in equal ratios: up with the
+servers that pass, down with those that fail. Goodput is the highest rate that a server passes.
 
-Then, with the same servers: 16 × (256 + 64) tokens at once, and a burst of long prompts beside streams that decode
-(`bench.interference`).
-
-The whole takes hours on two cores. `--quick` has fewer requests, a coarser grid of rates and trials that end as soon
-as they are clearly lost; `--rates-of FILE` begins each search near what an earlier run found, which saves trials.
-`--json FILE` keeps the results after each load, and `--resume FILE` goes on from there.
-A part is chosen by `--servers` and `--loads`; where the best server is left out, `--objectives FILE` takes the
-objectives of an earlier run. `--once` tells two forms apart at one rate, for changes too small for the searches: what
-misses is in the lines of the trials; a few requests more or fewer are noise. Both files are what `--json FILE` or
-`--record` wrote. `--record` writes `bench/results/goodput-<tier>.json` and draws `docs/images/goodput-<tier>.svg`, by
-the tier of our kernels here.
+`--at RATE` (or `LOAD=RATE …`) climbs nothing: so two forms are told apart by their misses under equal arrivals.
+`--base DIR` adds the servers of another installed checkout, with ` before` behind their names. `--objectives FILE`
+takes the objectives of an earlier run. `--record` writes `bench/results/goodput-<tier>.json`; `bench.report` renders
+it.
 """
 
 from __future__ import annotations
@@ -28,58 +19,66 @@ import argparse
 import asyncio
 import contextlib
 import json
-import math
 import os
 import shlex
+import statistics
 import sys
 import tempfile
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
-from functools import partial
+from dataclasses import asdict, dataclass, field
 from itertools import count
 from pathlib import Path
 from typing import Any
 
-import torch
 import uvloop
 
-from bench import interference
-from bench.goodput_loads import LOADS, Arrival, Load, stretches
-from bench.goodput_page import bars, section
-from bench.goodput_search import FULL, QUICK, Effort, Objectives, RateSearch, misses_allowed, num_stretches, on_grid
-from bench.goodput_trial import Trial, Unloaded, measure_unloaded, objectives_of, run_trial
-from bench.interference import burst_shape
-from bench.pace import Pace
-from bench.peers.bars import interference_documents, served_documents
-from bench.peers.job import peer_dtype
+from bench.goodput_loads import LOADS, Load, arrivals
+from bench.goodput_trial import Objectives, Trial, measure_unloaded, objectives_of, passes, run_trial
 from bench.peers.process import end_in_order
-from bench.peers.served import (
+from bench.peers.servers import (
     AUTO,
     AUTO_OPTIONS,
-    COLOCATED,
     TANDEM_SERVERS,
     VLLM_SERVER,
-    ServedShape,
+    Server,
     Turn,
     open_servers,
     warm_up,
 )
-from bench.peers.served import measure as measure_served
-from bench.peers.streams import StreamClient
-from bench.record import write_record
 from bench.support.checkpoints import PEER_SHAPES, write_checkpoint
-from bench.support.machine import cpu_tier
+from bench.support.machine import cpu_tier, write_record
+from bench.support.markdown import table
+from bench.support.pairs import student_t
+from bench.support.streams import StreamClient
 from shell.cores import usable_cores
 
 SERVERS: Mapping[str, Sequence[str]] = {**TANDEM_SERVERS, AUTO: AUTO_OPTIONS}
 """Of Tandem: options of `tandem serve` by name."""
-TOGETHER, BURST = "served", "interference"
-PARTS = (*LOADS, TOGETHER, BURST)
 ARRIVALS_SEED = 13
-"""Of times and lengths, unless another one is asked for."""
+"""Of the first trial at each rate; later ones follow."""
 _SETTLE_S = 0.3
 
 Document = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Effort:
+    """How thoroughly is measured."""
+
+    requests: int
+    """Of each trial."""
+    arrivals: int
+    """Trials at each rate, each with a seed of its own."""
+    unloaded: int
+    """Requests alone, of each load on each server."""
+    ratio: float
+    """Between neighbouring rates."""
+    rates: int
+    """At most, in each direction."""
+
+
+FULL = Effort(requests=80, arrivals=6, unloaded=9, ratio=1.15, rates=8)
+QUICK = Effort(requests=40, arrivals=2, unloaded=4, ratio=1.3, rates=5)
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,237 +87,197 @@ class Plan:
 
     shape: str
     cores: tuple[int, ...]
-    servers: Mapping[str, Sequence[str]]
+    servers: Mapping[str, Server]
     """Of Tandem."""
     vllm_python: Path | None
-    parts: tuple[str, ...]
+    loads: tuple[str, ...]
     effort: Effort
-    objectives: Mapping[str, Objectives]
+    first_per_s: Mapping[str, float]
+    """By load; where the climb begins."""
+    climbs: bool = True
+    objectives: Mapping[str, Objectives] = field(default_factory=dict)
     """Those that are given, by load; the others are measured."""
-    first_per_s: float
-    """Rate of each search's first trial, unless `first_rates` has one; then the nearest of the grid."""
-    first_rates: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
-    """By load and server."""
     arrivals_seed: int = ARRIVALS_SEED
-    found: Mapping[str, Document] = field(default_factory=dict)
-    """Results by load that an earlier run has kept."""
 
     @property
     def vocab_size(self) -> int:
         """Of the model."""
         return PEER_SHAPES[self.shape].sizes["vocab_size"]
 
-    @property
-    def loads(self) -> tuple[Load, ...]:
-        """Those among the parts."""
-        return tuple(LOADS[part] for part in self.parts if part in LOADS)
-
     def settings(self) -> Document:
         """For the record."""
         return {
             "shape": self.shape,
             "tier": cpu_tier(),
-            "vllm_dtype": peer_dtype(torch.backends.cpu.get_cpu_capability()),
             "threads": len(self.cores),
-            "servers": {name: list(options) for name, options in self.servers.items()},
+            "servers": {name: list(each.options) for name, each in self.servers.items()},
             "effort": asdict(self.effort),
             "arrivals_seed": self.arrivals_seed,
-            "loads": {load.name: asdict(load) for load in self.loads},
-            "served": asdict(ServedShape()),
-            "burst": asdict(burst_shape(self.shape)),
+            "loads": {name: asdict(LOADS[name]) for name in self.loads},
         }
 
 
 class Comparison:
     """One run over servers that are up and warm."""
 
-    def __init__(self, plan: Plan, turns: Mapping[str, Turn], keep: Callable[[Document], None], pace: Pace) -> None:
+    def __init__(self, plan: Plan, turns: Mapping[str, Turn], keep: Callable[[Document], None]) -> None:
+        """`keep` is called with the results so far after each load."""
         self._plan = plan
         self._turns = turns
         self._keep = keep
-        """Is told the results so far after each load."""
-        self._seeds = count(1)
-        self._pace = pace
-        self._machine = asyncio.Lock()
-        """Held by the server whose turn it is; the next one is who has waited longest."""
+        self._prompt_seeds = count(1)
+        self._rotation = count()
 
     async def run(self) -> Document:
-        """All parts; the record's results."""
-        plan = self._plan
-        results: Document = {"settings": plan.settings(), "loads": dict(plan.found), TOGETHER: {}, BURST: {}}
-        for load in plan.loads:
-            if load.name not in plan.found:
-                results["loads"][load.name] = await self._load(load)
-                self._keep(results)
-        if TOGETHER in plan.parts:
-            _say("all at once")
-            served = await measure_served(self._turns, ServedShape(), plan.vocab_size, plan.effort.rounds)
-            results[TOGETHER] = served_documents(served)
-        if BURST in plan.parts:
-            _say("long prompts beside streams")
-            rivals = {name: turn for name, turn in self._turns.items() if name != COLOCATED}
-            found = await interference.measure(rivals, burst_shape(plan.shape), plan.vocab_size, plan.effort.rounds)
-            results[BURST] = interference_documents(found)
-        return {**results, "bars": [bar.document() for bar in bars(results)]}
+        """All loads; the record's results."""
+        results: Document = {"settings": self._plan.settings(), "loads": {}}
+        for name in self._plan.loads:
+            results["loads"][name] = await self._load(LOADS[name])
+            self._keep(results)
+        return results
 
     async def _load(self, load: Load) -> Document:
-        """Objectives, then all searches in turn."""
-        unloaded = {} if load.name in self._plan.objectives else await self._unloaded(load)
+        unloaded = {}
+        if load.name not in self._plan.objectives:
+            for name in self._turns:
+                async with self._turn(name) as client:
+                    alone = (self._plan.effort.unloaded, self._plan.vocab_size, next(self._prompt_seeds))
+                    unloaded[name] = await measure_unloaded(client, load, *alone)
         objectives = self._plan.objectives.get(load.name) or objectives_of(list(unloaded.values()))
-        _say(
-            f"{load.name}: objectives: first token {objectives.ttft_s * 1e3:.0f} ms, "
-            f"between tokens {objectives.itl_s * 1e3:.1f} ms"
+        _say(f"{load.name}: first token {objectives.ttft_s * 1e3:.0f} ms, gaps {objectives.itl_s * 1e3:.1f} ms")
+        trials = await climb(
+            list(self._turns),
+            self._plan.first_per_s[load.name],
+            self._plan.effort,
+            lambda names, rate_per_s: self._trials(load, names, rate_per_s, objectives),
+            climbs=self._plan.climbs,
         )
-        effort, first_rates = self._plan.effort, self._plan.first_rates.get(load.name, {})
-        searches = {
-            name: RateSearch(
-                on_grid(first_rates[name], effort.ratio) if name in first_rates else self._plan.first_per_s,
-                effort.ratio,
-                effort.first_stride,
-                effort.trials,
-                effort.requests / effort.longest_s,
-            )
-            for name in self._turns
-        }
-        trials: dict[str, list[Trial]] = {name: [] for name in searches}
-        while rates := {name: each.next_per_s for name, each in searches.items() if each.next_per_s is not None}:
-            async with asyncio.TaskGroup() as tasks:
-                running = {
-                    name: tasks.create_task(self._trial(name, load, rate_per_s, objectives))
-                    for name, rate_per_s in rates.items()
-                }
-            for name, task in running.items():
-                trials[name].append(task.result())
-                searches[name].tell(passed=task.result().passed)
         return {
             "objectives": asdict(objectives),
             "unloaded": {name: each.document() for name, each in unloaded.items()},
-            "servers": {
-                name: {
-                    "goodput_per_s": search.passed_per_s,
-                    "failed_per_s": search.failed_per_s,
-                    "trials": [trial.document() for trial in trials[name]],
-                }
-                for name, search in searches.items()
-            },
+            "servers": {name: server_document(found) for name, found in trials.items()},
         }
 
-    async def _unloaded(self, load: Load) -> dict[str, Unloaded]:
-        """By server."""
-        found = {}
-        for name in self._turns:
-            once = partial(self._unloaded_once, name, load)
-            unloaded, pace, _ = await self._pace.hold(partial(self._turn, name), once)
-            found[name] = replace(unloaded, pace=pace)
-            _say(f"{load.name}: {name} unloaded: {_rounded(found[name].document())}")
+    async def _trials(
+        self, load: Load, names: Sequence[str], rate_per_s: float, objectives: Objectives
+    ) -> dict[str, list[Trial]]:
+        """One trial for each seed on each server; who begins changes."""
+        effort, found = self._plan.effort, {name: list[Trial]() for name in names}
+        for seed in range(self._plan.arrivals_seed, self._plan.arrivals_seed + effort.arrivals):
+            requests = arrivals(load, rate_per_s, effort.requests, seed)
+            first = next(self._rotation) % len(names)
+            for name in (*names[first:], *names[:first]):
+                async with self._turn(name) as client:
+                    drawn = (self._plan.vocab_size, next(self._prompt_seeds))
+                    trial = await run_trial(client, requests, rate_per_s, seed, objectives, *drawn)
+                found[name].append(trial)
+                _say(f"{load.name} {rate_per_s:.2f}/s, arrivals {seed}: {name} {trial.attained}/{effort.requests}")
         return found
-
-    async def _unloaded_once(self, name: str, load: Load) -> Unloaded:
-        into, effort = Unloaded(), self._plan.effort
-        async with self._turn(name) as client:
-            await measure_unloaded(client, load, effort.unloaded, self._plan.vocab_size, next(self._seeds), into)
-        return into
-
-    async def _trial(self, name: str, load: Load, rate_per_s: float, objectives: Objectives) -> Trial:
-        """In several turns; between them other servers have theirs, so that all meet the same minutes."""
-        effort, seed = self._plan.effort, self._plan.arrivals_seed
-        planned = num_stretches(rate_per_s, effort.requests, effort.least_s)
-        size, done, goes_on = math.ceil(planned / effort.turns), 0, effort.close > 0
-        trial: Trial | None = None
-        while done < planned:
-            most = misses_allowed(planned * effort.requests, effort.close) if effort.leaves_early else math.inf
-            left = most - (0 if trial is None else trial.missed)
-            requests = stretches(load, rate_per_s, effort.requests, min(size, planned - done), seed + done)
-            part = await self._part(name, requests, rate_per_s, objectives, left)
-            trial = part if trial is None else trial.and_then(part)
-            done += size
-            if trial.missed > most:
-                break
-            if done >= planned and goes_on and trial.is_close(effort.close):
-                planned, done, goes_on = 2 * planned, planned, False
-        assert trial is not None
-        _say(f"{load.name}: {name}: {_rounded(trial.document())}")
-        return trial
-
-    async def _part(
-        self, name: str, requests: Sequence[Arrival], rate_per_s: float, objectives: Objectives, misses_left: float
-    ) -> Trial:
-        """Of a trial, in one turn."""
-
-        async def once() -> Trial:
-            seed, vocab_size = next(self._seeds), self._plan.vocab_size
-            async with self._turn(name) as client:
-                return await run_trial(client, requests, rate_per_s, objectives, vocab_size, seed, misses_left)
-
-        async with self._machine:
-            part, pace, redone = await self._pace.hold(partial(self._turn, name), once)
-        return replace(part, pace=pace, redone=redone)
 
     @contextlib.asynccontextmanager
     async def _turn(self, name: str) -> AsyncIterator[StreamClient]:
-        """The server's turn, from when it answers a short request: whatever was left early has ended by then."""
+        """The server's turn, from when it answers a short request."""
         async with self._turns[name]() as client:
             await asyncio.sleep(_SETTLE_S)
             await client.generate((5, 6, 7, 8), 2)
             yield client
 
 
+async def climb(
+    servers: Sequence[str], first_per_s: float, effort: Effort, measure: Any, *, climbs: bool = True
+) -> dict[str, list[Trial]]:
+    """All trials by server. `measure(servers, rate)` is awaited; it returns the trials of each of these servers.
+
+    From `first_per_s` upwards with the servers that passed, then downwards with those that have passed nothing.
+    """
+    trials: dict[str, list[Trial]] = {name: [] for name in servers}
+
+    async def passing(names: Sequence[str], rate_per_s: float) -> list[str]:
+        found = await measure(names, rate_per_s)
+        for name in names:
+            trials[name] += found[name]
+        return [name for name in names if passes(found[name])]
+
+    going = passed = await passing(servers, first_per_s)
+    failing = [name for name in servers if name not in passed]
+    for step in range(1, effort.rates if climbs else 0):
+        if going:
+            going = await passing(going, first_per_s * effort.ratio**step)
+        if failing:
+            passed = await passing(failing, first_per_s / effort.ratio**step)
+            failing = [name for name in failing if name not in passed]
+    return trials
+
+
+def server_document(trials: Sequence[Trial]) -> Document:
+    """Goodput, the lowest rate that failed, and all trials."""
+    by_rate: dict[float, list[Trial]] = {}
+    for trial in trials:
+        by_rate.setdefault(trial.rate_per_s, []).append(trial)
+    good = [rate for rate, each in by_rate.items() if passes(each)]
+    return {
+        "goodput_per_s": max(good, default=None),
+        "failed_per_s": min(by_rate.keys() - set(good), default=None),
+        "trials": [trial.document() for trial in trials],
+    }
+
+
+def pairs_table(results: Document) -> str:
+    """Requests in time of each server at each rate, and by how much it differs from the first, per trial.
+
+    The difference is the mean over arrivals that both met, with half of its 95 % interval.
+    """
+    rows = []
+    for load, each in results["loads"].items():
+        first, *_ = each["servers"]
+        known = {(trial["rate_per_s"], trial["seed"]): trial for trial in each["servers"][first]["trials"]}
+        for server, found in each["servers"].items():
+            for rate in sorted({trial["rate_per_s"] for trial in found["trials"]}):
+                mine = [trial for trial in found["trials"] if trial["rate_per_s"] == rate]
+                differences = [
+                    in_time(trial) - in_time(known[rate, trial["seed"]])
+                    for trial in mine
+                    if (rate, trial["seed"]) in known
+                ]
+                asked = sum(trial["requests"] for trial in mine)
+                timely = f"{sum(map(in_time, mine))} of {asked}"
+                missed = ", ".join(str(sum(t[which] for t in mine)) for which in ("missed_first", "missed_between"))
+                rows.append((load, f"{rate:.2f}", server, timely, missed, _spread(differences)))
+    return table(("load", "per second", "server", "in time", "missed: first token, gaps", "than the first"), rows)
+
+
+def in_time(trial: Document) -> int:
+    """Requests of a recorded trial that met both objectives."""
+    attained: float = trial["attainment"] * trial["ended"]
+    return round(attained)
+
+
+def _spread(differences: Sequence[int]) -> str:
+    if len(differences) < 2:
+        return "–"
+    half = student_t(len(differences) - 1) * statistics.stdev(differences) / len(differences) ** 0.5
+    return f"{statistics.fmean(differences):+.1f} ± {half:.1f}"
+
+
 async def measure(plan: Plan, model: Path, keep: Callable[[Document], None] = lambda _: None) -> Document:
-    """Starts the servers, warms them up, measures, ends them; `keep` is told the results so far."""
+    """Starts the servers, warms them up, measures, ends them; `keep` is called with the results so far."""
     _say("servers start")
     async with open_servers(model, plan.servers, plan.cores, plan.vllm_python) as turns:
         for turn in turns.values():
             async with turn() as client:
                 await warm_up(client, plan.vocab_size)
-        return await Comparison(plan, turns, keep, Pace()).run()
+        return await Comparison(plan, turns, keep).run()
 
 
-def read_objectives(path: Path | None) -> dict[str, Objectives]:
-    """By load, from what `--json` or `--record` wrote."""
-    return {name: Objectives(**each["objectives"]) for name, each in _loads_of(path).items()}
-
-
-def read_rates(path: Path | None) -> dict[str, dict[str, float]]:
-    """By load and server: what it passed in an earlier run, else the lowest rate that it failed, if it was tried."""
-    return {
-        name: {
-            server: rate_per_s
-            for server, found in each["servers"].items()
-            if (rate_per_s := found["goodput_per_s"] or found["failed_per_s"]) is not None
-        }
-        for name, each in _loads_of(path).items()
-    }
-
-
-def _loads_of(path: Path | None) -> Document:
-    """Of an earlier run; none without a path."""
-    if path is None:
-        return {}
-    document = json.loads(path.read_text())
+def loads_of(path: Path | None) -> Document:
+    """Of what `--json` or `--record` wrote; none without a path."""
+    document = {"loads": {}} if path is None else json.loads(path.read_text())
     loads: Document = document.get("results", document)["loads"]
     return loads
 
 
-def read_found(path: Path | None, plan: Plan) -> dict[str, Document]:
-    """The loads that `--json` has kept of an earlier run of the same plan; the effort may differ. Exits otherwise."""
-    if path is None:
-        return {}
-    kept, wanted = json.loads(path.read_text())["settings"], json.loads(json.dumps(plan.settings()))
-    differ = [name for name, value in wanted.items() if name != "effort" and kept[name] != value]
-    if differ:
-        sys.exit(f"{path} is of a run that differs in: {', '.join(differ)}")
-    return _loads_of(path)
-
-
 def _say(what: str) -> None:
     print(what, file=sys.stderr, flush=True)
-
-
-def _rounded(document: Document) -> Document:
-    return {
-        name: _rounded(value) if isinstance(value, dict) else round(value, 3) if isinstance(value, float) else value
-        for name, value in document.items()
-    }
 
 
 def _plan(args: argparse.Namespace) -> Plan:
@@ -326,59 +285,51 @@ def _plan(args: argparse.Namespace) -> Plan:
     cores = usable_cores()[: args.threads]
     if hasattr(os, "sched_setaffinity"):
         os.sched_setaffinity(0, cores)
-    torch.set_num_threads(len(cores))  # of `bench.pace`
-    effort = QUICK if args.quick else FULL
-    if args.once:
-        effort = replace(effort, trials=1, leaves_early=False, close=0.0)
     known = {**SERVERS, **{name: shlex.split(options) for name, options in args.variant}}
-    chosen = args.servers or [*known, *([VLLM_SERVER] if args.vllm_python else [])]
+    chosen = {name: Server(known[name]) for name in args.servers or known if name in known}
+    if args.base is not None:
+        chosen |= {f"{name} before": Server(each.options, args.base.resolve()) for name, each in chosen.items()}
+    rates = dict.fromkeys(LOADS, 1.0)
+    for each in args.at or args.first_rate:
+        name, _, rate = each.rpartition("=")
+        rates |= {name: float(rate)} if name else dict.fromkeys(LOADS, float(rate))
+    objectives = {name: Objectives(**each["objectives"]) for name, each in loads_of(args.objectives).items()}
+    with_vllm = args.vllm_python if args.servers is None or VLLM_SERVER in args.servers else None
+    effort = QUICK if args.quick else FULL
+    climbs = args.at is None
     return Plan(
-        shape=args.shape,
-        cores=cores,
-        servers={name: known[name] for name in chosen if name != VLLM_SERVER},
-        vllm_python=args.vllm_python if VLLM_SERVER in chosen else None,
-        parts=tuple(args.loads),
-        effort=effort,
-        objectives=read_objectives(args.objectives),
-        first_per_s=args.first_rate,
-        first_rates=read_rates(args.rates_of),
-        arrivals_seed=args.arrivals_seed,
+        args.shape, cores, chosen, with_vllm, tuple(args.loads), effort, rates, climbs, objectives, args.arrivals_seed
     )
 
 
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--vllm-python", type=Path, help="python of vLLM's environment; see `bench.peers`")
+    parser.add_argument("--vllm-python", type=Path, help="python of vLLM's environment, as `make peers-venv` makes it")
     parser.add_argument("--shape", choices=sorted(PEER_SHAPES), default="135m")
     parser.add_argument("--threads", type=int, default=2, help="cores, and threads of vLLM")
     parser.add_argument("--servers", nargs="+", help=f"of {', '.join(SERVERS)}, {VLLM_SERVER}, variants; default: all")
-    parser.add_argument(
-        "--variant", nargs=2, action="append", default=[], metavar=("NAME", "OPTIONS"), help="of `tandem serve`, too"
-    )
-    parser.add_argument("--loads", nargs="+", choices=PARTS, default=PARTS, help="what to measure; default: all")
+    variant = {"nargs": 2, "action": "append", "default": [], "metavar": ("NAME", "OPTIONS")}
+    parser.add_argument("--variant", **variant, help="of `tandem serve`, too")  # type: ignore[arg-type]
+    parser.add_argument("--base", type=Path, metavar="DIR", help="an installed checkout: its servers take turns, too")
+    parser.add_argument("--loads", nargs="+", choices=list(LOADS), default=list(LOADS))
     parser.add_argument("--objectives", type=Path, metavar="FILE", help="take them from an earlier run")
-    parser.add_argument("--first-rate", type=float, default=1.0, help="requests per second of the first trial")
-    parser.add_argument("--rates-of", type=Path, metavar="FILE", help="begin each search near what that run found")
-    parser.add_argument("--once", action="store_true", help="one trial of each, at its first rate and to its end")
+    parser.add_argument("--at", nargs="+", metavar="[LOAD=]RATE", help="requests per second; climbs nothing")
+    parser.add_argument("--first-rate", nargs="+", default=[], metavar="[LOAD=]RATE", help="where the climb begins [1]")
     parser.add_argument("--arrivals-seed", type=int, default=ARRIVALS_SEED, help="of times and lengths")
-    parser.add_argument("--quick", action="store_true", help="fewer requests and rates")
-    parser.add_argument("--resume", type=Path, metavar="FILE", help="go on after the loads that `--json FILE` has kept")
+    parser.add_argument("--quick", action="store_true", help="fewer requests, arrivals and rates")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the results there, after each load")
-    parser.add_argument("--record", action="store_true", help="of a whole run: write the record, plot and page")
+    parser.add_argument("--record", action="store_true", help="of a whole run: write the record")
     args = parser.parse_args()
-    if args.record and (args.servers or args.once or tuple(args.loads) != PARTS):
-        parser.error(
-            "--record wants whole searches of all servers and loads; without --vllm-python none is held against vLLM"
-        )
+    if args.record and (args.servers or args.at or args.base or set(args.loads) != set(LOADS)):
+        parser.error("--record wants climbs of all servers and loads")
     return args
 
 
 def main() -> int:
-    """Prints the section."""
+    """Prints the table."""
     args = _arguments()
     end_in_order()
     plan = _plan(args)
-    plan = replace(plan, found=read_found(args.resume, plan))
 
     def keep(results: Document) -> None:
         if args.json is not None:
@@ -387,8 +338,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as folder:
         write_checkpoint(PEER_SHAPES[plan.shape], Path(folder))
         results = uvloop.run(measure(plan, Path(folder), keep))
-    print("\n".join(section(results)))
-    keep(results)
+    print(pairs_table(results))
     if args.record:
         write_record(f"goodput-{cpu_tier()}", results)
     return 0

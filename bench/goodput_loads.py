@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from random import Random
 from statistics import NormalDist
 
@@ -70,16 +70,6 @@ def arrivals(load: Load, rate_per_s: float, count: int, seed: int) -> tuple[Arri
     outputs = _stratified(load.output, count, rng)
     return tuple(
         Arrival(share * span_s, prompt, output) for share, prompt, output in zip(shares, prompts, outputs, strict=True)
-    )
-
-
-def stretches(load: Load, rate_per_s: float, each: int, count: int, seed: int) -> tuple[Arrival, ...]:
-    """`count` stretches of `each` requests, one after the other, of seeds that follow each other."""
-    stretch_s = each / rate_per_s
-    return tuple(
-        replace(arrival, at_s=number * stretch_s + arrival.at_s)
-        for number in range(count)
-        for arrival in arrivals(load, rate_per_s, each, seed + number)
     )
 
 

@@ -1,7 +1,7 @@
 """All that only a GPU can show, in one command of less than ten minutes: `python -m bench.gpu`, or `make gpu`.
 
 Needs no network. Each part is a process of its own with a time limit; one that fails, hangs or lacks a library does not
-stop the others. Writes `bench/results/gpu.json` and renders the page after each; exits 1 if one failed, or if there is
+stop the others. Writes `bench/results/gpu.json` after each part; exits 1 if one failed, or if there is
 no GPU.
 """
 
@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from bench.kernels.gpu import describe_gpu
-from bench.record import write_record
+from bench.support.machine import write_record
 from kvtransfer.transports import available_between
 
 DEVICE = "cuda:0"

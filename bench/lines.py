@@ -1,119 +1,121 @@
-"""Lines of the product by room, of checkouts and revisions side by side: `python -m bench.lines [REV|DIR …]`.
+"""The measures of the house, of checkouts side by side: `python -m bench.lines [DIR …]`; without arguments, this one.
 
-Counted are all lines of `.py`, `.cpp` and `.h` files that git knows or does not ignore; generated stubs
-are left out. The core is every room of the product; tests, benchmarks, checks, protocols and page assets
-stand below it. A folder is counted as it lies there, a revision as it was committed; without arguments,
-this checkout.
+- Lines of Python: the product by room and in all (no test, bench, check, deployment, generated stub), bench, tests.
+- Pages and lines of docs/*.md; bytes of bench/LOG.md, docs/performance.md and README.md.
+- Docstrings of the product whose subject is a pronoun: they begin with "Of", or have at most 12 words, one of which is
+  "it", "they", "those", "one" or "others".
+- Options: rows of docs/options.md. Constants: numbers in capitals of modules in the rooms that decide policy.
+- With `--walk`, the files on each way, as the checkout's own `bench.walk` counts them (a minute each).
 """
 
 from __future__ import annotations
 
 import argparse
+import ast
 import json
+import re
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator
 from pathlib import Path
 
 from bench.support.markdown import table
 
-CORE = "core"
-_SOURCES = (".py", ".cpp", ".h")
-_PAGE_ASSETS = (".js", ".html", ".css")
-_GENERATED = "_pb2"
-_BESIDE = ("tests", "bench", ".ci", "build script", "protos", "page assets")
-"""Rooms that are no part of the core, in the order of the table."""
+_BESIDE = ("bench", "tests", ".ci", "deploy", "setup.py")
+_POLICY = ("router", "worker", "prefill_worker", "decode_worker")
+_PRONOUNS = {"it", "they", "those", "one", "others"}
+_MOST_WORDS = 12
+_CAPITALS = re.compile(r"_?[A-Z][A-Z0-9_]*")
+_OPTION = re.compile(r"^\| `--", re.MULTILINE)
+
+Measures = dict[str, str]
 
 
-@dataclass(frozen=True, slots=True)
-class Size:
-    """Of one room."""
-
-    files: int = 0
-    lines: int = 0
-
-    def __add__(self, other: Size) -> Size:
-        return Size(self.files + other.files, self.lines + other.lines)
-
-
-Sizes = dict[str, Size]
-"""By room; the core's sum stands among them as `CORE`."""
-
-
-def count(where: str) -> Sizes:
-    """Of a folder or a revision. Raises CalledProcessError if git knows neither."""
-    sizes: Sizes = {}
-    for file, lines in _lines_of(where).items():
-        room = _room(file)
-        if room is not None:
-            sizes[room] = sizes.get(room, Size()) + Size(1, lines)
-    sizes[CORE] = sum((size for room, size in sizes.items() if room not in _BESIDE), Size())
-    return sizes
+def measures(checkout: Path) -> Measures:
+    """Everything but the walk. Raises CalledProcessError if it is no checkout."""
+    lines = _python_lines(checkout)
+    rooms: dict[str, int] = {}
+    for file, count in lines.items():
+        rooms[file.parts[0]] = rooms.get(file.parts[0], 0) + count
+    product = {room: count for room, count in sorted(rooms.items()) if room not in _BESIDE}
+    found = {f"product: {room}, lines": f"{count:,}" for room, count in product.items()}
+    found["product Python, lines"] = f"{sum(product.values()):,}"
+    found |= {f"{room}, lines": f"{rooms.get(room, 0):,}" for room in ("bench", "tests")}
+    docs = [len(page.read_text().splitlines()) for page in (checkout / "docs").glob("*.md")]
+    found["docs, pages and lines"] = f"{len(docs)}, {sum(docs):,}"
+    for name in ("bench/LOG.md", "docs/performance.md", "README.md"):
+        found[f"{name}, bytes"] = f"{(checkout / name).stat().st_size:,}"
+    files = [file for file in lines if file.parts[0] in product]
+    docstrings = [text for file in files for text in _docstrings((checkout / file).read_text(encoding="utf-8"))]
+    unclear = sum(map(is_unclear, docstrings))
+    found["docstrings whose subject is a pronoun"] = f"{unclear:,} of {len(docstrings):,}"
+    found["options, rows of docs/options.md"] = str(len(_OPTION.findall((checkout / "docs/options.md").read_text())))
+    constants = [file for file in files if file.parts[0] in _POLICY for _ in _constants(checkout / file)]
+    found["numeric constants of policy"] = f"{len(constants)} in {len(set(constants))} files"
+    return found
 
 
-def _lines_of(where: str) -> dict[str, int]:
-    """Every file with its number of lines: `git grep` counts those that match a pattern which every line matches."""
-    is_folder = Path(where).is_dir()
-    folder = where if is_folder else "."
-    what = ["--untracked"] if is_folder else [where]
-    command = ["git", "-C", folder, "grep", "--full-name", "-I", "-c", "-e", "", *what]
-    listed = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
-    prefix = "" if is_folder else f"{where}:"
-    pairs = (line.removeprefix(prefix).rpartition(":") for line in listed)
-    return {file: int(lines) for file, _, lines in pairs}
+def _python_lines(checkout: Path) -> dict[Path, int]:
+    """By file that git knows or does not ignore."""
+    command = ("git", "-C", str(checkout), "ls-files", "--cached", "--others", "--exclude-standard", "*.py")
+    names = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
+    files = [Path(name) for name in dict.fromkeys(names) if "_pb2" not in name and (checkout / name).exists()]
+    return {file: len((checkout / file).read_text(encoding="utf-8").splitlines()) for file in files}
 
 
-def _room(file: str) -> str | None:
-    """The top folder, or what stands beside the rooms; None for what is not counted."""
-    path = Path(file)
-    top = path.parts[0]
-    if _GENERATED in path.name:
-        return None
-    if path.suffix in _PAGE_ASSETS and top not in _BESIDE:
-        return "page assets"
-    if top == "protos":
-        return "protos" if path.suffix == ".proto" else None
-    if path.suffix not in _SOURCES:
-        return None
-    return "build script" if len(path.parts) == 1 else top
+def _docstrings(source: str) -> Iterator[str]:
+    """Those of modules, classes, functions, and of the names that these assign."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            before: ast.stmt | None = None
+            for each in node.body:
+                value = each.value if isinstance(each, ast.Expr) else None
+                if isinstance(value, ast.Constant) and isinstance(before, ast.AnnAssign | ast.Assign | None):
+                    yield str(value.value)
+                before = each
 
 
-def as_markdown(columns: Mapping[str, Sizes]) -> str:
-    """Lines and files of each room; with two columns also the change in lines."""
-    rooms = sorted({room for sizes in columns.values() for room in sizes} - {CORE, *_BESIDE})
-    known = [*rooms, CORE, *(room for room in _BESIDE if any(room in sizes for sizes in columns.values()))]
-    header = ["room", *(f"{name}: {what}" for name in columns for what in ("lines", "files"))]
-    rows = [_row(room, list(columns.values())) for room in known]
-    return table([*header, "change"] if len(columns) == 2 else header, rows)
+def is_unclear(docstring: str) -> bool:
+    """Whether a docstring begins with "Of", or is short and holds a pronoun."""
+    words = re.findall(r"[\w'`]+", docstring.lower())
+    return words[:1] == ["of"] or (len(words) <= _MOST_WORDS and not _PRONOUNS.isdisjoint(words))
 
 
-def _row(room: str, columns: Sequence[Sizes]) -> list[str]:
-    sizes = [sizes.get(room, Size()) for sizes in columns]
-    cells = [f"**{room}**" if room == CORE else room]
-    for size in sizes:
-        cells += [f"{size.lines:,}", str(size.files)]
-    if len(sizes) == 2:
-        before, after = sizes
-        share = f" ({after.lines / before.lines - 1:+.1%})" if before.lines else ""
-        cells.append(f"{after.lines - before.lines:+,}{share}")
-    return cells
+def _constants(path: Path) -> Iterator[str]:
+    """Names in capitals that a module assigns a number, or a term of numbers."""
+    for node in ast.parse(path.read_text(encoding="utf-8")).body:
+        if not isinstance(node, ast.Assign | ast.AnnAssign) or node.value is None:
+            continue
+        constants = [each.value for each in ast.walk(node.value) if isinstance(each, ast.Constant)]
+        if constants and all(type(each) in (int, float) for each in constants):
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            names = (each.id for target in targets for each in ast.walk(target) if isinstance(each, ast.Name))
+            yield from (name for name in names if _CAPITALS.fullmatch(name))
+
+
+def walks(checkout: Path) -> Measures:
+    """Files on each way, by the checkout's own `bench.walk`. Raises CalledProcessError."""
+    python = checkout / ".venv" / "bin" / "python"
+    command = (str(python if python.exists() else sys.executable), "-m", "bench.walk", "--json")
+    found = json.loads(subprocess.run(command, cwd=checkout, capture_output=True, text=True, check=True).stdout)
+    return {f"files, {way}": str(each["num_files"]) for way, each in found.items()}
 
 
 def main() -> int:
     """Prints a table, or JSON."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("where", nargs="*", metavar="REV|DIR")
+    parser.add_argument("where", nargs="*", type=Path, metavar="DIR", default=[Path()])
+    parser.add_argument("--walk", action="store_true", help="count the files on the way, too")
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
-    try:
-        columns = {where: count(where) for where in args.where or ["."]}
-    except subprocess.CalledProcessError as error:
-        parser.error(error.stderr.strip())
+    columns = {}
+    for each in args.where:
+        columns[str(each)] = measures(each.resolve()) | (walks(each.resolve()) if args.walk else {})
     if args.json:
-        print(json.dumps({name: {room: asdict(size) for room, size in each.items()} for name, each in columns.items()}))
-    else:
-        print(as_markdown(columns), end="")
+        print(json.dumps(columns, indent=2))
+        return 0
+    names = dict.fromkeys(name for each in columns.values() for name in each)
+    print(table(("measure", *columns), [(name, *(each.get(name, "–") for each in columns.values())) for name in names]))
     return 0
 
 

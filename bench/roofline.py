@@ -1,20 +1,17 @@
-"""The roofline's arithmetic: bytes and flops of each kernel and phase as functions of shapes. Pure.
+"""The roofline's arithmetic: bytes and flops of each kernel as functions of shapes. Pure.
 
-A kernel's bytes are all its operands, each moved once. A phase's bytes are weights and KV only: a
-step's activations fit in a cache, so counting them would set the limit too high to be one. A flop
-is an addition or a multiplication; exponentials and square roots count one, masked-out scores none.
-(Williams, Waterman, Patterson: Roofline, 2009.)
+A kernel's bytes are all its operands, each moved once. A flop is an addition or a multiplication; exponentials and
+square roots count one, masked-out scores none. (Williams, Waterman, Patterson: Roofline, 2009.)
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
 from bench.ceilings import Ceilings
-from models.config import ModelConfig
 
 Lens = Sequence[tuple[int, int]]
 """`(query_len, seq_len)` of each seq."""
@@ -58,20 +55,6 @@ class Cost:
         return self.memory_s(ceilings) >= self.compute_s(ceilings)
 
 
-def total(parts: Mapping[str, Cost]) -> Cost:
-    """The sum of a phase's parts; there must be one."""
-    first, *rest = parts.values()
-    return sum(rest, start=first)
-
-
-def serial_limit_s(parts: Mapping[str, Cost], ceilings: Ceilings) -> float:
-    """The limit where parts follow each other, so that one's bytes do not hide behind another's flops."""
-    return sum(part.limit_s(ceilings) for part in parts.values())
-
-
-# Kernels.
-
-
 def linear_cost(tokens: int, in_features: int, out_features: int, dtype: torch.dtype) -> Cost:
     """`[T, in] @ [in, out]`."""
     elements = in_features * out_features + tokens * (in_features + out_features)
@@ -106,96 +89,6 @@ def rotate_and_store_cost(tokens: int, heads: tuple[int, int], head_dim: int, dt
 def silu_mul_cost(tokens: int, intermediate: int, dtype: torch.dtype) -> Cost:
     """Reads gate and up, writes their product."""
     return Cost(3 * tokens * intermediate * dtype.itemsize, 5 * tokens * intermediate, dtype)
-
-
-def copy_blocks_cost(count: int, block_bytes: int, dtype: torch.dtype) -> Cost:
-    """Reads and writes each block once."""
-    return Cost(2 * count * block_bytes, 0, dtype)
-
-
-def sampling_cost(rows: int, vocab_size: int) -> Cost:
-    """Reads each float32 logit once: maximum, exponential and sum on the way."""
-    return Cost(4 * rows * vocab_size, 4 * rows * vocab_size, torch.float32)
-
-
-# Phases.
-
-
-def step_costs(config: ModelConfig, lens: Lens, dtype: torch.dtype) -> dict[str, Cost]:
-    """One step over a ragged batch that samples each seq's last token: `linear`, `attention`, `lm_head`.
-
-    Of the last layer only KV is needed for all tokens, the rest for the sampled ones alone.
-    """
-    tokens, rows, layers = sum(query_len for query_len, _ in lens), len(lens), config.num_layers
-    hidden, heads = config.hidden_size, (config.num_heads, config.num_kv_heads)
-    query_size, kv_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-    kv_weights, lm_head = 2 * hidden * kv_size, config.vocab_size * hidden
-    read, used = _mlp_weights(config, tokens)
-    weights = kv_weights + 2 * hidden * query_size + used
-    multiplied = tokens * (weights * (layers - 1) + kv_weights) + rows * (weights - kv_weights)
-    sampled = [(1, seq_len) for _, seq_len in lens]
-    attended = [
-        attention_cost(sampled if layer == layers - 1 else lens, heads, config.head_dim, dtype, window)
-        for layer, window in enumerate(config.windows)
-    ]
-    queries = 2 * (tokens * (layers - 1) + rows) * query_size  # q and the result, which stay in the cache
-    kv_bytes = sum(each.num_bytes for each in attended) - queries * dtype.itemsize
-    kv_bytes += 2 * tokens * kv_size * layers * dtype.itemsize  # written, before it is read
-    return {
-        "linear": Cost((weights + read - used) * layers * dtype.itemsize, 2 * multiplied, dtype),
-        "attention": Cost(kv_bytes, sum(each.flops for each in attended), dtype),
-        "lm_head": Cost(lm_head * dtype.itemsize, 2 * rows * lm_head, dtype),
-    }
-
-
-def _mlp_weights(config: ModelConfig, tokens: int) -> tuple[int, int]:
-    """Of a layer's MLP, mean over layers: those that `tokens` read, and those that each of them is multiplied by.
-
-    Of experts: as many different ones as routers that choose evenly would name (each layer's own router is trained to).
-    """
-    plain, experts = 3 * config.hidden_size * config.intermediate_size, config.experts
-    if experts is None:
-        return plain, plain
-    share = sum(experts.layers) / len(experts.layers)
-    one = 3 * config.hidden_size * experts.intermediate_size
-    always = (1 - share) * plain + share * 3 * config.hidden_size * (experts.shared_intermediate_size or 0)
-    named = experts.num_experts * (1 - (1 - experts.num_active / experts.num_experts) ** tokens)
-    return int(always + share * named * one), int(always + share * experts.num_active * one)
-
-
-def phase_bytes(config: ModelConfig, lens: Lens, dtype: torch.dtype) -> dict[str, int]:
-    """Bytes of weights or KV that each kind of phase of a native step reads over all layers, by its name there."""
-    hidden, layers, itemsize = config.hidden_size, config.num_layers, dtype.itemsize
-    query_size, kv_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-    keys = sum(_visible_keys(*each, window) for window in config.windows for each in lens)
-    return {
-        "qkv": layers * hidden * (query_size + 2 * kv_size) * itemsize,
-        "attend": 2 * kv_size * keys * itemsize,
-        "output": layers * query_size * hidden * itemsize,
-        "gate_up": layers * 2 * hidden * config.intermediate_size * itemsize,
-        "down": layers * hidden * config.intermediate_size * itemsize,
-        "lm_head": config.vocab_size * hidden * itemsize,
-    }
-
-
-def decode_step_costs(config: ModelConfig, batch: int, context: int, dtype: torch.dtype) -> dict[str, Cost]:
-    """One decode step of `batch` seqs with `context` tokens of KV each, the new token included."""
-    return step_costs(config, [(1, context)] * batch, dtype)
-
-
-def prefill_costs(config: ModelConfig, prompts: int, tokens: int, dtype: torch.dtype) -> dict[str, Cost]:
-    """`prompts` fresh prompts of `tokens` each in one step, as if no chunk budget read weights again."""
-    return step_costs(config, [(tokens, tokens)] * prompts, dtype)
-
-
-def decode_step_cost(config: ModelConfig, batch: int, context: int, dtype: torch.dtype) -> Cost:
-    """The sum of `decode_step_costs`."""
-    return total(decode_step_costs(config, batch, context, dtype))
-
-
-def prefill_cost(config: ModelConfig, prompts: int, tokens: int, dtype: torch.dtype) -> Cost:
-    """The sum of `prefill_costs`."""
-    return total(prefill_costs(config, prompts, tokens, dtype))
 
 
 def _visible_keys(query_len: int, seq_len: int, window: int | None) -> int:

@@ -1,29 +1,23 @@
-"""Grows and shrinks a running cluster, then restarts all of it, under load: `python -m bench.scaling`.
+"""Grows and shrinks a running cluster, then restarts all of it, under load: the claim `scaling` of `bench.claims`.
 
 Real processes on this machine: two routers, and workers from 1+1 to 2+2 and back, each pool by itself; then a
 rolling restart of everything, as a Deployment with one surge pod does it. Meanwhile callers never pause, and
-check every token (`bench.support.witness`). Exit code 1 if a request failed, a token was wrong or a process did not
-leave with code 0.
+check every token (`bench.support.witness`).
 """
 
 from __future__ import annotations
 
-import argparse
 import asyncio
-import json
-import sys
 from collections.abc import Awaitable, Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
 
 import uvloop
 
-from bench.record import write_record
 from bench.support.cluster import eventually
 from bench.support.fleet import Exit, Fleet
-from bench.support.markdown import table
 from bench.support.ports import free_ports
-from bench.support.witness import Account, Witness
+from bench.support.witness import Account, Witness, story_questions
 from tandem.types import Role
 
 NUM_ROUTERS = 2
@@ -46,9 +40,9 @@ class Outcome:
     errors: tuple[str, ...]
 
     @property
-    def flawless(self) -> bool:
-        """Whether every request ended with its right tokens, and every process with code 0."""
-        return not self.errors and all(each.code == 0 for each in self.exits)
+    def requests(self) -> int:
+        """Of all phases."""
+        return sum(each.requests for each in self.accounts)
 
 
 class Scenario:
@@ -103,7 +97,7 @@ def run(callers: int, max_tokens: int, requests_per_phase: int, transport: str) 
     """The whole walk, on a cluster of its own."""
 
     async def walk(fleet: Fleet) -> tuple[Witness, Scenario]:
-        witness = Witness(fleet.target, callers, max_tokens)
+        witness = Witness(fleet.target, callers, story_questions(8, max_tokens))
         scenario = Scenario(fleet, witness, requests_per_phase)
         async with asyncio.timeout(LONGEST_S), witness.watching():
             await scenario.run()
@@ -119,38 +113,3 @@ def run(callers: int, max_tokens: int, requests_per_phase: int, transport: str) 
         exits = [*scenario.exits, *(fleet.stop(name) for name in fleet.names)]
     errors = tuple(f"{each.phase}: {each.error}" for each in witness.sightings if each.error)
     return Outcome(callers, max_tokens, tuple(witness.accounts()), tuple(exits), errors)
-
-
-def render(outcome: Outcome) -> str:
-    """The figures, for people."""
-    header = ("phase", "requests", "failed", "wrong", "tokens", "TTFT p50 ms", "max", "longest gap p50 ms", "max")
-    rows = [
-        (
-            *(each.phase, *map(str, (each.requests, each.failed, each.wrong, each.tokens))),
-            *(f"{ms:.0f}" for ms in (each.ttft_p50_ms, each.ttft_max_ms, each.gap_p50_ms, each.gap_max_ms)),
-        )
-        for each in outcome.accounts
-    ]
-    exits = [(each.name, str(each.code), f"{each.seconds:.2f}") for each in outcome.exits]
-    parts = [table(header, rows), table(("process", "exit code", "SIGTERM to end, s"), exits), *outcome.errors]
-    return "\n".join(parts)
-
-
-def main() -> int:
-    """Runs, prints, records; exit code 1 if anything was lost."""
-    parser = argparse.ArgumentParser(prog="python -m bench.scaling", description=__doc__)
-    parser.add_argument("--callers", type=int, default=8, help="requests under way at any time")
-    parser.add_argument("--max-tokens", type=int, default=96, help="tokens of each answer")
-    parser.add_argument("--requests", type=int, default=40, help="requests to see after each change")
-    parser.add_argument("--transport", default="auto", help="how KV blocks travel")
-    parser.add_argument("--record", action="store_true", help="write bench/results/scaling.json and the page")
-    options = parser.parse_args()
-    outcome = run(options.callers, options.max_tokens, options.requests, options.transport)
-    print(render(outcome))
-    if options.record:
-        write_record("scaling", json.loads(json.dumps(asdict(outcome))))
-    return 0 if outcome.flawless else 1
-
-
-if __name__ == "__main__":
-    sys.exit(main())

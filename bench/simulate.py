@@ -2,8 +2,6 @@
 
     python -m bench.simulate --cost-model FILE --fleet 2P3D --trace poisson --rate 4 --ttft 2 --itl 0.1 [--search]
     python -m bench.simulate --calibrate MODEL --threads 2 --cost-model FILE     fits FILE to this machine
-    python -m bench.simulate --validate [--measured GOODPUT.json]                predicted against measured
-    python -m bench.simulate --study                                             the study of docs/operations.md
 
 A fleet is `xPyD`, `N colocated` or `N auto`. Traces: poisson, bursty, conversation, agentic, or a file of JSON lines
 as Mooncake publishes them. With `--lose-every S` one worker is lost each S seconds, and back after `--back-after`.
@@ -15,21 +13,31 @@ import argparse
 import json
 import re
 import sys
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 
-from bench import simulate_study, simulate_validation
 from bench.calibrate import calibrate
-from bench.goodput_loads import LOADS
-from bench.peers.served import AUTO, COLOCATED, DISAGGREGATED
 from simulator.cluster import Failures, Fleet, Policy, Setup, simulate
 from simulator.costs import read_costs
 from simulator.outcomes import Slo
 from simulator.sizing import highest_rate
-from simulator.traces import MakeTrace, at_rate, conversation, independent, read_jsonl
+from simulator.traces import Dialogue, LogNormal, MakeTrace, at_rate, conversation, independent, read_jsonl
 
 _VARIATION = 3.0
 """Of the gaps of a bursty trace."""
+
+
+CHAT_ALONE = (LogNormal(300, 0.8, 16, 2048), LogNormal(60, 0.6, 8, 256))
+"""Prompts and outputs of single requests."""
+DIALOGUES: Mapping[str, Dialogue] = {
+    "conversation": Dialogue(
+        256, LogNormal(4, 0.5, 1, 12), LogNormal(400, 1.0, 16, 8000), LogNormal(100, 0.6, 16, 400), pause_s=10.0
+    ),
+    "agentic": Dialogue(
+        3000, LogNormal(6, 0.4, 2, 16), LogNormal(1200, 1.0, 64, 12000), LogNormal(60, 0.8, 8, 300), pause_s=2.0
+    ),
+}
 
 
 def fleet_of(text: str) -> Fleet:
@@ -43,13 +51,12 @@ def fleet_of(text: str) -> Fleet:
 
 def trace_of(name: str, count: int, seed: int) -> MakeTrace:
     """By name, or of a file. Raises ConfigError."""
-    mixed = simulate_study.CHAT_ALONE
     if name == "poisson":
-        return lambda rate: independent(*mixed, rate, count, seed)
+        return lambda rate: independent(*CHAT_ALONE, rate, count, seed)
     if name == "bursty":
-        return lambda rate: independent(*mixed, rate, count, seed, _VARIATION)
-    if name in simulate_study.DIALOGUES:
-        return lambda rate: conversation(simulate_study.DIALOGUES[name], rate, count, seed)
+        return lambda rate: independent(*CHAT_ALONE, rate, count, seed, _VARIATION)
+    if name in DIALOGUES:
+        return lambda rate: conversation(DIALOGUES[name], rate, count, seed)
     return partial(at_rate, read_jsonl(Path(name))[:count])
 
 
@@ -66,27 +73,6 @@ def _simulate(args: argparse.Namespace) -> None:
     for name, value in document.items():
         print(f"{name:15} {json.dumps(value)}")
     _write(args.json, document)
-
-
-def _validate(args: argparse.Namespace) -> None:
-    if args.measured:
-        documents = [json.loads(each.read_text()) for each in args.measured]
-        parts = [each.get("results", each) for each in documents]  # of a record, or what --json wrote
-    else:
-        record = json.loads(args.rates_of.read_text()) if args.rates_of else None
-        rates = simulate_validation.carried(record.get("results", record)) if record else {}
-        parts = [
-            simulate_validation.measure(args.loads, args.servers, args.rate, args.requests, rates, args.arrivals_seed)
-        ]
-        _write(args.json, parts[0])
-    if args.costs:
-        costs = [read_costs(each) for each in args.costs]
-    elif args.measured or args.json is None:
-        threads = {each for _, each in simulate_validation.fleets(parts[0]["settings"]["threads"]).values()}
-        costs = simulate_validation.costs_by_threads(threads)
-    else:
-        return
-    print(simulate_validation.section([row for part in parts for row in simulate_validation.compare(part, costs)]))
 
 
 def _calibrate(args: argparse.Namespace) -> None:
@@ -106,19 +92,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--calibrate", type=Path, metavar="MODEL", help="fit --cost-model to this machine")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--device", default="cpu")
-    parser.add_argument("--validate", action="store_true", help="predicted against measured")
-    parser.add_argument(
-        "--measured", type=Path, nargs="+", metavar="FILE", help="what --json wrote, here or by bench.goodput"
-    )
-    parser.add_argument(
-        "--costs", type=Path, nargs="+", metavar="FILE", help="of --validate, for 1 and 2 threads; default: measured"
-    )
-    parser.add_argument("--rates-of", type=Path, metavar="FILE", help="of --validate: rates that servers carried there")
-    parser.add_argument("--arrivals-seed", type=int, help="of --validate; default: that of bench.goodput")
-    parser.add_argument("--loads", nargs="+", choices=sorted(LOADS), default=sorted(LOADS))
-    parser.add_argument("--servers", nargs="+", default=[DISAGGREGATED, COLOCATED, AUTO])
-    parser.add_argument("--study", action="store_true", help="write the record and the page's tables")
-    parser.add_argument("--cost-model", type=Path, metavar="FILE")
+    parser.add_argument("--cost-model", type=Path, required=True, metavar="FILE")
     parser.add_argument("--fleet", type=fleet_of, default=Fleet(Policy.AUTO, 2))
     parser.add_argument("--trace", default="poisson", help="poisson, bursty, conversation, agentic, or a file")
     parser.add_argument("--rate", type=float, default=1.0, metavar="PER_S", help="of requests; where --search begins")
@@ -130,20 +104,13 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--lose-every", type=float, metavar="S", help="lose a worker")
     parser.add_argument("--back-after", type=float, default=30.0, metavar="S")
     parser.add_argument("--json", type=Path, metavar="FILE")
-    args = parser.parse_args()
-    if args.cost_model is None and not (args.validate or args.study):
-        parser.error("--cost-model is needed")
-    return args
+    return parser.parse_args()
 
 
 def main() -> int:
     """Prints what was asked for."""
     args = _arguments()
-    if args.study:
-        simulate_study.run()
-    elif args.validate:
-        _validate(args)
-    elif args.calibrate:
+    if args.calibrate:
         _calibrate(args)
     else:
         _simulate(args)

@@ -2,9 +2,8 @@
 
 A receiving process of its own, a sending pool here. In each round, in turn: a hand-off of a fixed number of bytes per
 transport and block size, with checksums on both sides, from `open` to COMMITTED over an open connection; the same bytes
-by a plain copy, by a raw socket, and by NIXL alone, each without checksums and with them on both sides; and what a
-hand-off costs that moves one block, or none. Ratios are medians of the rounds' own ratios. With `--tls DIR`, tcp is
-inside mutual TLS.
+by a plain copy and by a raw socket, without checksums; and what a hand-off costs that moves one block, or none. Ratios
+are medians of the rounds' own ratios. With `--tls DIR`, tcp is inside mutual TLS.
 """
 
 from __future__ import annotations
@@ -22,8 +21,8 @@ from typing import Any
 import torch
 import uvloop
 
-from bench.record import write_record
-from bench.transfer_ceilings import CopyCeiling, DeviceCopyCeiling, NixlCeiling, SocketCeiling
+from bench.support.machine import write_record
+from bench.transfer_ceilings import CopyCeiling, DeviceCopyCeiling, SocketCeiling
 from bench.transfer_pair import Pair, Spec, Tls, pool_memory
 from kvtransfer.transports import CUDA_IPC, NIXL, SHM, TCP, usable
 
@@ -32,10 +31,7 @@ FIXED_PER_ROUND = 5
 """Hand-offs of one block, and of none, in each round."""
 PLAIN_COPY = "plain copy"
 RAW_SOCKET = "raw socket"
-RAW_NIXL = "raw nixl"
-HASHED = " + xxh3 on both sides"
-"""The same with what verification needs at least."""
-CEILINGS = {SHM: PLAIN_COPY, CUDA_IPC: PLAIN_COPY, TCP: RAW_SOCKET, NIXL: RAW_NIXL}
+CEILINGS = {SHM: PLAIN_COPY, CUDA_IPC: PLAIN_COPY, TCP: RAW_SOCKET, NIXL: RAW_SOCKET}
 """What each transport is held against."""
 
 
@@ -82,8 +78,7 @@ class _Size:
         self._pairs = [Pair(spec, memory) for spec in specs]
         pool = memory.device
         self._copies = CopyCeiling(memory.blocks.numpy()) if pool is None else DeviceCopyCeiling(pool.blocks)
-        self._socket = SocketCeiling(num_blocks, block_bytes)
-        self._nixl = NixlCeiling(memory.blocks) if NIXL in transports and pool is None else None
+        self._socket = SocketCeiling(num_blocks * block_bytes)
         self._seconds: dict[str, list[float]] = {}
         self._connect_s: dict[str, float] = {}
 
@@ -112,30 +107,17 @@ class _Size:
         """Ends all other processes."""
         for pair in self._pairs:
             await pair.stop()
-        self._copies.stop()
         self._socket.stop()
-        if self._nixl is not None:
-            self._nixl.stop()
 
     def ceilings(self) -> list[Measurement]:
-        """Of this size; those that hash have the share of the plain one, which no transport can surpass by much."""
+        """Of this size."""
         return [self._ceiling(name) for name in self._ceilings()]
 
     def _ceilings(self) -> dict[str, Callable[[], float]]:
-        found = {
-            PLAIN_COPY: self._copies.plain,
-            PLAIN_COPY + HASHED: self._copies.with_checksums,
-            RAW_SOCKET: self._socket.move,
-            RAW_SOCKET + HASHED: self._socket.with_checksums,
-        }
-        if self._nixl is not None:
-            found |= {RAW_NIXL: self._nixl.move, RAW_NIXL + HASHED: self._nixl.with_checksums}
-        return found
+        return {PLAIN_COPY: self._copies.move, RAW_SOCKET: self._socket.move}
 
     def _ceiling(self, name: str) -> Measurement:
-        plain = name.removesuffix(HASHED)
-        ratio = None if plain == name else self._ratio(plain, name)
-        return _measurement(name, self._block_bytes, self._num_bytes, self._seconds[name], of_ceiling=ratio)
+        return _measurement(name, self._block_bytes, self._num_bytes, self._seconds[name])
 
     def _ratio(self, ceiling: str, name: str) -> float:
         pairs = zip(self._seconds[ceiling], self._seconds[name], strict=True)
@@ -197,7 +179,7 @@ def _arguments(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--tls", type=Path, metavar="DIR", help="folder with ca.crt, tls.crt, tls.key for 127.0.0.1")
     parser.add_argument("--json", type=Path, help="write the result there instead of stdout")
-    parser.add_argument("--record", action="store_true", help="write bench/results/transfer.json and the page")
+    parser.add_argument("--record", action="store_true", help="write bench/results/transfer.json")
     return parser.parse_args(argv)
 
 

@@ -72,7 +72,7 @@ def add_parser(subparsers: Subparsers) -> None:
 
 
 def run(namespace: argparse.Namespace) -> int:
-    """Serves until told to stop; returns the exit code. Raises ConfigError, CheckpointError."""
+    """Serves until a stop signal; returns the exit code. Raises ConfigError, CheckpointError."""
     config = load(ServeConfig, namespace)
     check_fleet(config)
     check_http(config)
@@ -171,7 +171,7 @@ class _Server:
         return f"{host}:{held.getsockname()[1]}"
 
     async def stop(self) -> None:
-        """Router first, so that what runs can finish on the workers."""
+        """Ends the routers first, so that requests that run can finish on the workers."""
         self._stopping = True
         if self._http is not None:
             await self._http.stop()
@@ -221,7 +221,7 @@ def check_fleet(config: ServeConfig) -> None:
 
 @dataclass(frozen=True, slots=True)
 class ChildSpec:
-    """One child: `python -m MODULE ARG…` on its share of the cores."""
+    """A child: `python -m MODULE ARG…` on its share of the cores."""
 
     name: str
     module: str
@@ -232,7 +232,7 @@ class ChildSpec:
     gpus: tuple[str, ...] = ()
     """GPUs that it sees, its own first; empty = those that this process sees."""
     loan: str | None = None
-    """Cores of another worker that it may borrow."""
+    """Cores of another worker that the child may borrow."""
 
 
 def router_spec(
@@ -251,7 +251,7 @@ def router_spec(
 
 
 def http_spec(config: ServeConfig, listen: str, router: str, cores: Sequence[int]) -> ChildSpec:
-    """The HTTP door in front of the router at `router`."""
+    """Returns the HTTP door in front of the router at `router`."""
     template, as_json = config.router.chat_template, config.router.log_format == "json"
     of_router = (*([f"chat-template={template}"] if template else ()), *(["log-json"] if as_json else ()))
     door = HttpDoorConfig(
@@ -274,7 +274,7 @@ def fleet_devices(config: ServeConfig, gpus: Sequence[str]) -> DevicePlan:
 
 
 def _counts(config: ServeConfig, gpus: Sequence[str]) -> tuple[int, int]:
-    """Prefill workers and those that decode, which with elastic roles are all."""
+    """Returns the numbers of prefill workers and of workers that decode; elastic workers all decode."""
     if config.is_static:
         return 1 if config.num_prefill is None else config.num_prefill, config.num_decode or 1
     on_cpus = config.devices == ("cpu",)
@@ -283,7 +283,7 @@ def _counts(config: ServeConfig, gpus: Sequence[str]) -> tuple[int, int]:
 
 
 def check_host_memory(config: ServeConfig, devices: DevicePlan, available_bytes: int | None) -> None:
-    """Raises ConfigError if what all workers are told to take of host memory is not there; each sees all of it."""
+    """Raises ConfigError if the claims of all workers together exceed the available host memory."""
     shares = (*devices.prefill, *devices.decode)
     worker = config.decode_worker
     in_host = 0 if devices.on_gpus else len(shares)  # of workers on CPUs beside GPUs, each checks its own

@@ -1,4 +1,4 @@
-"""Text to tokens and back, with the checkpoint's own tokenizer.json.
+"""Turns text into tokens and back, with the checkpoint's own tokenizer.json.
 
 Gives what `transformers` gives: text prompts with the special tokens that the tokenizer adds,
 chats rendered by their template without. Long texts are done in threads, small ones first, a bounded
@@ -30,26 +30,26 @@ _SHORT_BYTES = 65536
 """Longer texts have one thread of two, not both: they do not hold up short ones, and one that cannot be cut takes much
 memory."""
 _BYTES_PER_TOKEN = 4
-"""About as much work to decode a token."""
+"""Text that takes about as long to tokenize as one token takes to decode."""
 MAX_BYTES_UNDER_WAY = 16 * 1024 * 1024
-"""Of texts in threads or waiting for one: some seconds of work."""
+"""Most bytes of texts in threads or waiting for one: some seconds of work."""
 _BYTES_PER_ANSWERED_TOKEN = 80
-"""Memory of its id, and of its place in a message and in that message's bytes."""
+"""Memory of a token's id, and of its place in a message and in that message's bytes."""
 MAX_ANSWER_BYTES = 64 * 1024 * 1024
-"""Of answers whose tokens have not left yet. With as many no long text is begun."""
+"""Most bytes of answers whose tokens have not left yet: with as many, no long text is begun."""
 _SLICE_TOKENS = 4096
-"""Described at a time: between two slices other threads of the router may run."""
+"""Tokens described at a time: between two slices other threads of the router may run."""
 
 _T = TypeVar("_T")
 
 
 class Tokenization:
-    """One model's tokenizer and chat template. Immutable but for its threads."""
+    """A model's tokenizer and chat template. Immutable but for its threads."""
 
     def __init__(
         self, tokenizer: Tokenizer, chat_template: ChatTemplates | None, ends: frozenset[TokenId] = frozenset()
     ) -> None:
-        """`ends`: tokens that end a text, whose own text is left out as that of special ones is."""
+        """`ends`: tokens that end a text; their own text is left out like that of special tokens."""
         # A file may ask for truncation or padding; a server must do neither.
         tokenizer.no_truncation()
         tokenizer.no_padding()
@@ -80,7 +80,7 @@ class Tokenization:
         return self._chat_template is not None
 
     async def encode_text(self, text: str, max_tokens: int | None = None) -> tuple[TokenId, ...]:
-        """Tokens of a text prompt, with the special tokens that the tokenizer adds.
+        """Returns the tokens of a text prompt, with the special tokens that the tokenizer adds.
 
         Raises InvalidRequest for a text too long for `max_tokens` of the longest token, before the work
         (it may give more of shorter ones), and Overloaded.
@@ -88,7 +88,7 @@ class Tokenization:
         return await self._encode(text, max_tokens, add_special_tokens=True)
 
     async def encode_chat(self, conversation: Conversation, max_tokens: int | None = None) -> tuple[TokenId, ...]:
-        """Tokens of a conversation up to where the assistant speaks. Raises as `encode_text`."""
+        """Returns the tokens of a conversation up to where the assistant speaks. Raises as `encode_text`."""
         if self._chat_template is None:
             raise InvalidRequest(
                 "chat", "the model has no chat template: send text, or start the router with --chat-template"
@@ -96,7 +96,7 @@ class Tokenization:
         return await self._encode(self._chat_template.render(conversation), max_tokens, add_special_tokens=False)
 
     async def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str:
-        """The text of ids, each within the vocabulary. Raises Overloaded."""
+        """Returns the text of ids, each within the vocabulary. Raises Overloaded."""
         num_bytes = len(token_ids) * _BYTES_PER_TOKEN
 
         def decode() -> str:
@@ -123,7 +123,7 @@ class Tokenization:
 
     @contextmanager
     def answering(self, num_tokens: int) -> Iterator[None]:
-        """While an answer of so many tokens has not left, it counts towards MAX_ANSWER_BYTES."""
+        """An answer of `num_tokens` counts towards MAX_ANSWER_BYTES while inside, until it has left."""
         num_bytes = num_tokens * _BYTES_PER_ANSWERED_TOKEN
         self._answer_bytes += num_bytes
         try:
@@ -132,7 +132,7 @@ class Tokenization:
             self._answer_bytes -= num_bytes
 
     def detokenizer(self, prompt_token_ids: Sequence[TokenId], *, skip_special_tokens: bool) -> Detokenizer:
-        """A new incremental decoder for one choice."""
+        """Returns a new incremental decoder for one choice."""
         skipped = self._special_ids if skip_special_tokens else frozenset()
         return Detokenizer(self._tokenizer, skipped, self._whole, prompt_token_ids)
 
@@ -182,7 +182,7 @@ class Tokenization:
 
 
 def _added_around(tokenizer: Tokenizer) -> tuple[Sequence[int], Sequence[int]] | None:
-    """The special tokens that the tokenizer adds before and after a text; None if it does not show."""
+    """Returns the special tokens that the tokenizer adds before and after a text; None if it does not show."""
     encoding = tokenizer.encode("a", add_special_tokens=True)
     added = encoding.special_tokens_mask
     if 0 not in added:

@@ -1,4 +1,4 @@
-"""Which cores, how many threads and what priority each worker of `tandem serve` gets.
+"""Plans which cores, how many threads and what priority each worker of `tandem serve` gets.
 
 Measured on two cores, decoding beside an endless prefill (inter-token p99): one core each,
 pinned, 17 ms; both with two threads 952 ms, since OpenMP threads spin at barriers for peers that
@@ -18,10 +18,10 @@ SHARED_PREFILL_NICE = 5
 
 @dataclass(frozen=True, slots=True)
 class CoreShare:
-    """What one worker may use."""
+    """Cores of a worker."""
 
     cores: tuple[int, ...]
-    """It may run on these only."""
+    """Cores that the worker may run on."""
     threads: int
     """Threads of its engine."""
     nice: int = 0
@@ -29,14 +29,14 @@ class CoreShare:
 
 @dataclass(frozen=True, slots=True)
 class CorePlan:
-    """One share per worker, in order."""
+    """Shares of the workers, in order."""
 
     prefill: tuple[CoreShare, ...]
     decode: tuple[CoreShare, ...]
 
 
 def usable_cores() -> tuple[int, ...]:
-    """The cores that this process may run on; everything below is pure."""
+    """Returns the cores that this process may run on; everything below is pure."""
     if hasattr(os, "sched_getaffinity"):
         return tuple(sorted(os.sched_getaffinity(0)))
     return tuple(range(os.cpu_count() or 1))
@@ -59,7 +59,7 @@ def plan_cores(cores: Sequence[int], num_prefill: int, num_decode: int, threads:
 
 
 def share_all_cores(cores: Sequence[int], num_prefill: int, num_decode: int, threads: int | None) -> CorePlan:
-    """For workers that compute elsewhere, on GPUs: nobody is pinned, nobody yields."""
+    """Returns the shares of workers that compute on GPUs: all cores, without pinning and without nice."""
     own = CoreShare(tuple(cores), threads or max(1, len(cores) // (num_prefill + num_decode)))
     return CorePlan((own,) * num_prefill, (own,) * num_decode)
 

@@ -21,7 +21,6 @@ from typing import Any, TypeVar
 import torch
 
 from bench.ceilings import Ceilings, measure_ceilings
-from bench.kernels.aims import attention_aims, step_aims
 from bench.kernels.attention_batch import AttentionBatch, largest_difference
 from bench.kernels.attention_peers import peer_calls
 from bench.kernels.decode_share import StepShares, document, measure_shares, triton_sampling
@@ -31,7 +30,7 @@ from bench.kernels.measurement import HEADER, Measurement
 from bench.kernels.operation_calls import linear_calls, quantized_linear_calls, small_calls
 from bench.kernels.product_peers import MakesLinear, OneDnn, has_one_dnn, other_tiers
 from bench.kernels.shapes import CPU_ATTENTION, CUDA_ATTENTION, SHAPE_8B, SHAPE_135M, AttentionShape, LayerShape
-from bench.record import write_record
+from bench.support.machine import write_record
 from bench.support.timing import captured_s, time_s
 from kernels.dispatch import available_backends, select_kernels
 from kernels.operations import Kernels
@@ -96,7 +95,7 @@ class Run:
             "measurements": [row.document(ceilings) for row in self.rows],
         }
         if self.on_gpu and self.head_dim is None:
-            results |= self._measure_steps(ceilings)
+            results |= self._measure_steps()
         return {**results, "failures": self.failures, "took_s": time.monotonic() - began_s}
 
     def _has_quantized_products(self, tokens: int) -> bool:
@@ -191,18 +190,16 @@ class Run:
                     Measurement(each.name, f"{SHAPE_135M.name}, T {tokens}", peer.name, took_s, each.cost), ceilings
                 )
 
-    def _measure_steps(self, ceilings: Ceilings) -> dict[str, Any]:
-        """What decode steps are made of, launch gaps, and all aims."""
+    def _measure_steps(self) -> dict[str, Any]:
+        """What decode steps are made of, and launch gaps."""
         for batch, context in _STEPS:
             for kernels in self.sets.values():
                 self._try(f"{kernels.name} step of {batch}", partial(self._measure_share, kernels, batch, context))
         gaps = self._try("launch gaps", lambda: measure_gaps(self.device)) or ()
-        aims = [*attention_aims(self.rows, ceilings, list(self.sets)), *step_aims(self.shares, gaps)]
-        print(*self.shares, *gaps, *aims, sep="\n")
+        print(*self.shares, *gaps, sep="\n")
         return {
             "decode_steps": [document(each) for each in self.shares],
             "launch_gaps": [{**asdict(gap), "idle_share": gap.idle_share} for gap in gaps],
-            "aims": [{**asdict(aim), "is_met": aim.is_met} for aim in aims],
         }
 
     def _measure_share(self, kernels: Kernels, batch: int, context: int) -> None:

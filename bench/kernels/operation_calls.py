@@ -15,11 +15,9 @@ from bench.kernels.product_peers import MakesLinear
 from bench.kernels.shapes import LayerShape
 from bench.roofline import (
     Cost,
-    copy_blocks_cost,
     linear_cost,
     rms_norm_cost,
     rotate_and_store_cost,
-    sampling_cost,
     silu_mul_cost,
 )
 from bench.support.timing import Call
@@ -28,7 +26,6 @@ from kernels.quantized import QuantForm, quantize
 
 _EPS = 1e-5
 _BLOCK_SIZE = 16
-_MOST_COPIES = 256
 _TURNOVER_BYTES = 64 << 20
 
 
@@ -81,7 +78,7 @@ def _calls(maps: list[LinearMap], weight: torch.Tensor, tokens: int) -> list[Cal
 def small_calls(
     operations: Operations, layer: LayerShape, tokens: int, dtype: torch.dtype, device: torch.device
 ) -> Iterator[OperationCalls]:
-    """Norms, rotation with store and gated activation over `tokens`, and copies of so many blocks."""
+    """Norms, rotation with store and gated activation over `tokens`."""
 
     def randn(*sizes: int) -> torch.Tensor:
         return torch.randn(sizes, device=device).to(dtype) * 0.01  # small: a sum in place must not overflow
@@ -105,15 +102,3 @@ def small_calls(
     gate_up = randn(tokens, 2 * layer.intermediate)
     gated: list[Call] = [partial(operations.silu_mul, gate_up)]
     yield OperationCalls("silu_mul", gated, silu_mul_cost(tokens, layer.intermediate, dtype))
-
-    count = min(tokens, _MOST_COPIES)
-    block_bytes = layer.num_layers * 2 * layer.num_kv_heads * _BLOCK_SIZE * layer.head_dim * dtype.itemsize
-    pool = torch.zeros(2 * count, block_bytes, dtype=torch.uint8, device=device)
-    pairs = torch.randperm(2 * count).view(count, 2).to(device)
-    copied: list[Call] = [partial(operations.copy_blocks, pool, pairs)]
-    yield OperationCalls(f"copy_blocks ({count})", copied, copy_blocks_cost(count, block_bytes, dtype))
-
-
-def sampling_costs(rows: int, layer: LayerShape) -> Cost:
-    """Of drawing one token per row."""
-    return sampling_cost(rows, layer.vocab_size)

@@ -11,7 +11,6 @@ OURS_INT8 = "tandem int8"
 OURS_INT4 = "tandem int4"
 OURS_INT8_KV = "tandem int8 KV"
 VLLM = "vllm"
-ZENTORCH = "vllm zentorch"
 LLAMA = "llama.cpp"
 LLAMA_Q8_0 = "llama.cpp Q8_0"
 LLAMA_Q4_0 = "llama.cpp Q4_0"
@@ -43,7 +42,6 @@ CONTENDERS: Mapping[str, Contender] = {
     for each in (
         Contender(OURS, "tandem", _OUR_BUDGETS),
         Contender(VLLM, "vllm", _VLLM_BUDGETS),  # its default is that of its in-process class
-        Contender(ZENTORCH, "vllm", _VLLM_BUDGETS, {"platform": "ZenCpuPlatform"}),
         Contender(LLAMA, "llama", options={"file_type": "BF16"}),
         Contender(TRANSFORMERS, "transformers"),
         Contender(OURS_INT8, "tandem", _OUR_BUDGETS, {"quantize": "int8"}),
@@ -55,7 +53,7 @@ CONTENDERS: Mapping[str, Contender] = {
     )
 }
 """By name."""
-PLAIN = (OURS, VLLM, ZENTORCH, LLAMA, TRANSFORMERS)
+PLAIN = (OURS, VLLM, LLAMA, TRANSFORMERS)
 """All on the same bfloat16 weights."""
 QUANTIZED = (OURS, OURS_INT8, OURS_INT4, OURS_INT8_KV, LLAMA_Q8_0, LLAMA_Q4_0, LLAMA_Q4_K)
 """Ours as it is among them, so that ratios are of one run."""
@@ -67,17 +65,12 @@ class Environments:
 
     vllm_python: Path | None = None
     llama_python: Path | None = None
-    zentorch: Path | None = None
-    """A folder with that package alone; it goes in front of vLLM's."""
 
     def absent(self) -> dict[str, str]:
         """Why a contender cannot be measured, by its name."""
-        without_vllm = "" if self.vllm_python else "no vLLM venv given"
-        without_zentorch = without_vllm or ("" if self.zentorch else "no folder with zentorch given")
-        without_llama = "" if self.llama_python else "no llama.cpp venv given"
-        reasons = {
-            name: without_llama if contender.program == "llama" else without_vllm
+        missing = {"vllm": self.vllm_python is None, "llama": self.llama_python is None}
+        return {
+            name: f"no environment of {contender.program} given"
             for name, contender in CONTENDERS.items()
-            if contender.program in ("llama", "vllm")
-        } | {ZENTORCH: without_zentorch}
-        return {name: reason for name, reason in reasons.items() if reason}
+            if missing.get(contender.program, False)
+        }

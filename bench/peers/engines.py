@@ -78,8 +78,6 @@ class JobEngine(Protocol):
 
 
 Lose = Callable[[JobEngine, PeerError], None]
-Beside = Callable[[JobEngine, Workload], None]
-"""Called right before and right after an engine's turn: measures what the machine can do just then."""
 
 
 @dataclass(slots=True)
@@ -112,7 +110,6 @@ def run_round(
     number: int,
     results: Results,
     lose: Lose,
-    beside: Beside,
 ) -> None:
     """Adds one round to `results`; an engine that fails is given to `lose`, which takes it out of `engines`."""
     for index, workload in enumerate(workloads):
@@ -120,12 +117,10 @@ def run_round(
         for engine in (*engines[first:], *engines[:first]):
             if engine.name not in workload.left_out:
                 measured = results.setdefault(workload.name, {}).setdefault(engine.name, Measured())
-                beside(engine, workload)
                 try:
                     run_workload(engine, workload, number * len(workloads) + index, measured)
                 except PeerError as error:
                     lose(engine, error)
-                beside(engine, workload)
 
 
 def run_workload(engine: JobEngine, workload: Workload, seed: int, measured: Measured) -> None:

@@ -19,7 +19,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import IO, Any
 
-from bench.peers.contenders import ZENTORCH, Contender, Environments
+from bench.peers.contenders import Contender, Environments
 from bench.peers.job import Job, JobTimes
 from bench.support.processes import usage
 
@@ -49,12 +49,15 @@ class PeerError(Exception):
 class PeerProcess:
     """A child with its stdin and stdout as pipes and its log in a file."""
 
-    def __init__(self, name: str, command: Sequence[str], environment: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self, name: str, command: Sequence[str], environment: Mapping[str, str] | None = None, folder: Path = ROOT
+    ) -> None:
+        """`environment` is added to this process's; the child begins in `folder`."""
         self.name = name
         self._log = open_log()
         self._process = subprocess.Popen(
             command,
-            cwd=ROOT,
+            cwd=folder,
             env=None if environment is None else {**os.environ, **environment},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
@@ -229,8 +232,7 @@ def _where(
     if contender.program != "vllm" or environments.vllm_python is None:
         return None, {}
     environment = vllm_environment(environments.vllm_python, cores) | engine_in_process_environment(cores)
-    zentorch = {"PYTHONPATH": str(environments.zentorch)} if contender.name == ZENTORCH else {}
-    return environments.vllm_python, environment | zentorch
+    return environments.vllm_python, environment
 
 
 def write_gguf_files(model: Path, environments: Environments, file_types: Sequence[str]) -> None:

@@ -97,14 +97,9 @@ class VllmEngine:
         return {each.request_id: list(each.outputs[0].token_ids) for each in outputs if each.outputs[0].token_ids}
 
 
-def open_engine(model: Path, threads: int, platform: str | None = None) -> OpenedEngine:
-    """The parent has set threads and their cores by the environment, as vLLM wants it.
-
-    Raises RuntimeError if vLLM does not take the wanted `platform` on this processor.
-    """
+def open_engine(model: Path, threads: int) -> OpenedEngine:
+    """The parent has set threads and their cores by the environment, as vLLM wants it."""
     found = type(importlib.import_module("vllm.platforms").current_platform).__name__
-    if platform not in (None, found):
-        raise RuntimeError(f"vLLM takes {found} here, not {platform}")
     engine = VllmEngine(model)
     facts = {
         "vllm": engine.version,

@@ -42,80 +42,28 @@ class PeerShape:
         )
 
 
+_SIZES = (
+    *("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads"),
+    *("head_dim", "vocab_size"),
+)
+_EXPERTS = {"moe_intermediate_size": 384, "num_experts": 32, "num_experts_per_tok": 4}
+
+
+def _shape(name: str, family: str, *sizes: int, **more: int) -> PeerShape:
+    return PeerShape(name, family, dict(zip(_SIZES, sizes, strict=True)) | more)
+
+
 PEER_SHAPES = {
     shape.name: shape
     for shape in (
-        PeerShape(
-            "135m",
-            "llama",
-            {
-                "hidden_size": 576,
-                "intermediate_size": 1536,
-                "num_hidden_layers": 30,
-                "num_attention_heads": 9,
-                "num_key_value_heads": 3,
-                "head_dim": 64,
-                "vocab_size": 49152,
-            },
-        ),
-        PeerShape(
-            "0.6b",
-            "qwen3",
-            {
-                "hidden_size": 1024,
-                "intermediate_size": 3072,
-                "num_hidden_layers": 28,
-                "num_attention_heads": 16,
-                "num_key_value_heads": 8,
-                "head_dim": 128,
-                "vocab_size": 151936,
-            },
-        ),
-        PeerShape(
-            "8b",
-            "llama",
-            {
-                "hidden_size": 4096,
-                "intermediate_size": 14336,
-                "num_hidden_layers": 32,
-                "num_attention_heads": 32,
-                "num_key_value_heads": 8,
-                "head_dim": 128,
-                "vocab_size": 128256,
-            },
-        ),
-        PeerShape(
-            "moe",
-            "qwen3_moe",
-            {
-                "hidden_size": 768,
-                "intermediate_size": 2048,
-                "moe_intermediate_size": 384,
-                "num_experts": 32,
-                "num_experts_per_tok": 4,
-                "num_hidden_layers": 12,
-                "num_attention_heads": 12,
-                "num_key_value_heads": 4,
-                "head_dim": 64,
-                "vocab_size": 32768,
-            },
-        ),
-        PeerShape(
-            "smoke",
-            "llama",
-            {
-                "hidden_size": 128,
-                "intermediate_size": 192,
-                "num_hidden_layers": 2,
-                "num_attention_heads": 2,
-                "num_key_value_heads": 1,
-                "head_dim": 64,
-                "vocab_size": 512,
-            },
-        ),
+        _shape("135m", "llama", 576, 1536, 30, 9, 3, 64, 49152),
+        _shape("0.6b", "qwen3", 1024, 3072, 28, 16, 8, 128, 151936),
+        _shape("8b", "llama", 4096, 14336, 32, 32, 8, 128, 128256),
+        _shape("moe", "qwen3_moe", 768, 2048, 12, 12, 4, 64, 32768, **_EXPERTS),
+        _shape("smoke", "llama", 128, 192, 2, 2, 1, 64, 512),
     )
 }
-"""By name. `smoke` is no model to compare on: it only shows quickly that everything runs."""
+"""By name, with `_SIZES`. `smoke` is no model to compare on: it only shows quickly that everything runs."""
 
 
 def write_checkpoint(shape: PeerShape, folder: Path, seed: int = 0) -> None:

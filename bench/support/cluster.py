@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import queue
 import signal
 import subprocess
@@ -11,6 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import IO
 
 from tandem.client import Client
@@ -46,10 +48,14 @@ class Cluster:
             raise
 
 
-def serve(model: str, *options: str) -> contextlib.AbstractContextManager[Cluster]:
-    """`tandem serve` on a free loopback port, until the block ends; one prefill and one decode worker by default."""
+def serve(model: str, *options: str, checkout: Path | None = None) -> contextlib.AbstractContextManager[Cluster]:
+    """`tandem serve` on a free loopback port, until the block ends; one prefill and one decode worker by default.
+
+    `checkout`: another installed checkout (`make install`), whose server is started with its own interpreter.
+    """
     fleet = () if any(each.split("=")[0] in _FLEET for each in options) else ("--prefill", "1", "--decode", "1")
-    return run_command("serve", "--model", model, "--listen", "127.0.0.1:0", *fleet, *options)
+    arguments = ("serve", "--model", model, "--listen", "127.0.0.1:0", *fleet, *options)
+    return run_command(*arguments) if checkout is None else _running(_open_there(checkout, *arguments))
 
 
 def open_command(*arguments: str) -> subprocess.Popen[str]:
@@ -63,10 +69,25 @@ def open_command(*arguments: str) -> subprocess.Popen[str]:
     )
 
 
-@contextlib.contextmanager
-def run_command(*arguments: str) -> Iterator[Cluster]:
+def _open_there(checkout: Path, *arguments: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [str(checkout / ".venv" / "bin" / "python"), "-m", "cli.main", *arguments],
+        cwd=checkout,
+        env={name: value for name, value in os.environ.items() if name != "PYTHONPATH"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        bufsize=1,
+    )
+
+
+def run_command(*arguments: str) -> contextlib.AbstractContextManager[Cluster]:
     """Any `tandem` command that says `ready HOST:PORT`. Raises RuntimeError with the log if it does not get ready."""
-    process = open_command(*arguments)
+    return _running(open_command(*arguments))
+
+
+@contextlib.contextmanager
+def _running(process: subprocess.Popen[str]) -> Iterator[Cluster]:
     assert process.stdout is not None
     assert process.stderr is not None
     log: list[str] = []

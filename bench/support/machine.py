@@ -1,15 +1,18 @@
-"""What a figure was taken on: processor, tier of our kernels, cores, versions, date."""
+"""What a figure was taken on: processor, tier of our kernels, cores, versions, date; and the record of a bench."""
 
 from __future__ import annotations
 
 import datetime
+import json
 import os
 import platform
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from typing import Any
 
 from kernels.cpu import library
 
+RESULTS = Path(__file__).parents[1] / "results"
 _PACKAGES = ("torch", "triton", "transformers", "grpcio", "protobuf", "uvloop")
 _FEATURES = ("amx_bf16", "avx512_bf16", "avx512f", "avx2")
 
@@ -36,6 +39,12 @@ def cpu_tier() -> str:
 def today() -> str:
     """The date of a record, UTC."""
     return datetime.datetime.now(tz=datetime.UTC).date().isoformat()
+
+
+def write_record(stem: str, results: dict[str, Any]) -> None:
+    """Writes `bench/results/<stem>.json` with machine and date. `python -m bench.report` renders the pages from it."""
+    record = {"date": today(), "machine": describe_machine(), "results": results}
+    (RESULTS / f"{stem}.json").write_text(json.dumps(record, indent=2) + "\n")
 
 
 def _cpuinfo() -> dict[str, str]:

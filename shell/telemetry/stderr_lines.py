@@ -104,7 +104,7 @@ def write_to_stderr(line: str) -> None:
 
 
 _stderr = LineWriter(write_to_stderr)
-"""One for the process, as its standard error is."""
+"""Writer of the process's standard error."""
 write_line = _stderr.put
 flush_lines = _stderr.flush
 atexit.register(flush_lines)

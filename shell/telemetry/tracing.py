@@ -28,10 +28,10 @@ class TraceExport:
     """What OpenTelemetry's variables say of exporting spans, where they ask for it."""
 
     obstacle: str | None
-    """Why it cannot be done."""
+    """Reason why traces cannot be exported."""
     protocol: str
     sets_timeout: bool
-    """Whether the operator gave a timeout, so that ours does not apply."""
+    """Whether the operator gave a timeout, which replaces Tandem's own."""
     sets_batch_size: bool
     foreign_propagators: str
     """OTEL_PROPAGATORS, where it leaves out W3C's trace context, the only one that is spoken."""

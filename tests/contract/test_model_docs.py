@@ -5,8 +5,9 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from bench import exactness_page
 from bench.exactness import RANDOM_MODELS
+from bench.report import exact_cells
+from bench.support.machine import RESULTS
 from models.family import FAMILIES as NATIVE
 from models.transformers_families import FAMILIES
 
@@ -19,14 +20,8 @@ def test_the_families_of_both_implementations_are_listed() -> None:
     assert listed["native"] ^ listed["transformers"] == FAMILIES  # those in both rows are the exceptions
 
 
-def test_the_table_of_what_was_served_is_that_of_the_record() -> None:
-    page, record = exactness_page.PAGE.read_text(), exactness_page.RECORD.read_text()
-
-    assert page == exactness_page.put(page, exactness_page.render(record))
-
-
 def test_every_shape_was_served_exactly_over_both_transports() -> None:
-    cells = exactness_page.exact_cells(exactness_page.RECORD.read_text())
+    cells = exact_cells((RESULTS / "exactness.txt").read_text())
 
     for tiny in RANDOM_MODELS:
         assert {"engine", "shm", "tcp"} <= set(cells[tiny.name]), tiny.name
@@ -38,4 +33,4 @@ def test_a_setting_in_which_a_prompt_differed_does_not_count_as_exact() -> None:
         "llama  tcp  block 16 chunk 512  33/34 prompts equal",
     )
 
-    assert exactness_page.exact_cells("\n".join(lines)) == {"llama": {"shm": {(1, 64)}}}
+    assert exact_cells("\n".join(lines)) == {"llama": {"shm": {(1, 64)}}}

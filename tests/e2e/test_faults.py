@@ -1,10 +1,10 @@
-"""The short form of `bench.faults`: one process is killed under load. Only the long form measures recovery."""
+"""The short form of `bench.soak --kind kill`: one process is killed under load. The long form measures recovery."""
 
 from __future__ import annotations
 
 import pytest
 
-from bench.faults import Case, run_case
+from bench.soak.kills import Case, run_case
 
 CLIENTS = 4
 REQUESTS_EACH = 12
@@ -19,7 +19,7 @@ def test_no_request_fails_when_the_only_worker_of_its_role_is_killed(
 
     outcome = run_case(Case(1, 1, victim), CLIENTS, REQUESTS_EACH)
 
-    assert outcome.requests == CLIENTS * REQUESTS_EACH
+    assert outcome.requests >= CLIENTS * REQUESTS_EACH
     assert (outcome.failed_in_flight, outcome.failed_later, outcome.wrong) == (0, 0, 0), outcome
     assert outcome.recovery_s is not None
 
@@ -30,7 +30,7 @@ def test_of_a_killed_router_only_calls_in_flight_fail(victim: str) -> None:
     """`router` is started again; `router-0` is one of two, and clients go on with the other one."""
     outcome = run_case(Case(1, 1, victim, clients_wait=True), CLIENTS, REQUESTS_EACH)
 
-    assert outcome.requests == CLIENTS * REQUESTS_EACH
+    assert outcome.requests >= CLIENTS * REQUESTS_EACH
     assert (outcome.failed_later, outcome.wrong) == (0, 0), outcome
     assert outcome.failed_in_flight <= CLIENTS
     assert outcome.service_back_s is not None

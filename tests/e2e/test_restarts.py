@@ -1,10 +1,10 @@
-"""The short form of `bench.restarts`: each worker is killed a few times under load, over every transport."""
+"""The short form of `bench.soak --kind restart`: each worker is killed a few times under load, over every transport."""
 
 from __future__ import annotations
 
 import pytest
 
-from bench.restarts import run
+from bench.soak.restarts import run
 from kvtransfer.transports import usable
 
 ROUNDS = 1

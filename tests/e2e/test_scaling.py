@@ -12,7 +12,7 @@ from bench import scaling
 from bench.support.cluster import becomes_idle, serve
 from bench.support.fleet import Fleet
 from bench.support.ports import free_ports
-from bench.support.witness import Witness
+from bench.support.witness import Witness, story_questions
 from tandem.client import Client
 from tandem.types import Role
 
@@ -40,7 +40,7 @@ def fleet(running: Fleet) -> Fleet:
 
 @contextlib.asynccontextmanager
 async def under_load(fleet: Fleet, max_tokens: int = LONG) -> AsyncIterator[Witness]:
-    witness = Witness(fleet.target, callers=4, max_tokens=max_tokens, num_questions=4)
+    witness = Witness(fleet.target, 4, story_questions(4, max_tokens))
     async with witness.watching():
         await witness.see(4)
         yield witness
@@ -78,7 +78,7 @@ async def test_a_second_sigterm_ends_a_worker_at_once_and_no_request_fails(fleet
 
 
 async def test_a_second_sigterm_ends_a_router_at_once_and_its_workers_let_go(fleet: Fleet) -> None:
-    witness = Witness(fleet.target, callers=4, max_tokens=2 * LONG, num_questions=4)
+    witness = Witness(fleet.target, 4, story_questions(4, 2 * LONG))
     async with witness.watching():
         await witness.see(4)
         left = await asyncio.to_thread(fleet.stop_twice, "router-0")

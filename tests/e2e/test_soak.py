@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from bench.soak import setups, soak
-from bench.soak_changes import GUEST, NEW_WEIGHTS
-from bench.soak_round import Account
+from bench.soak.changes import GUEST, NEW_WEIGHTS
+from bench.soak.round import Account
+from bench.soak.storm import setups, soak
 
 pytestmark = pytest.mark.usefixtures("real_commands")
 

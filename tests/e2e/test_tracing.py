@@ -11,10 +11,10 @@ import pytest
 from opentelemetry.sdk.trace import TracerProvider
 
 from bench.support.cluster import Cluster, eventually, serve
-from bench.support.collector import CollectedSpan, Collector
 from tandem.client import Client
 from tandem.errors import DeadlineExceeded, InvalidRequest
 from tandem.v1 import inference_pb2, inference_pb2_grpc
+from tests.collector import CollectedSpan, Collector
 
 PROMPT = "the unmistakable zanzibar phrase"
 WORK = ("queue", "prefill", "kv.transfer", "decode")

@@ -37,7 +37,7 @@ _PLAIN = Outgoing()
 _ANSWER_TIMEOUT_S = 5.0
 _BEATS_PER_LEASE = 3
 _BEAT_S = 0.25
-"""The shortest between heartbeats that nothing special calls for. A change waits no longer for being told, so that
+"""Shortest time between heartbeats that nothing special calls for. A change waits no longer to be sent, so that
 placement and status see pools as they are, unless a router with very many workers asks for more time."""
 
 
@@ -68,12 +68,12 @@ class Announcer:
         self._resolve_every_s = resolve_every_s
         self._news = asyncio.Event()
         self._num_calls = 0
-        """Of `announce_now`."""
+        """Calls of `announce_now`."""
         self._listed: dict[str, set[str]] = {}
         """Addresses of each router name by the last lookup that found any."""
 
     async def run(self) -> None:
-        """Until cancelled."""
+        """Registers with all routers until cancelled."""
         async with asyncio.TaskGroup() as tasks:
             for router in self._routers:
                 tasks.create_task(self._follow(router), name=f"announce-{router}")
@@ -129,7 +129,7 @@ class Announcer:
             await asyncio.sleep(backoff_s * random.uniform(0.5, 1.0))
 
     async def _register(self, channel: grpc.aio.Channel, address: str, registered: asyncio.Event) -> None:
-        """One stream, from info to its end. Raises AioRpcError, TimeoutError."""
+        """Holds one stream, from info to its end. Raises AioRpcError, TimeoutError."""
         call: RegisterCall = registry_pb2_grpc.RegistryServiceStub(channel).Register(metadata=self._outgoing.metadata())
         async with asyncio.timeout(_ANSWER_TIMEOUT_S):
             await call.write(registry_pb2.RegisterRequest(info=info_to_proto(self._info)))
@@ -155,7 +155,7 @@ class Announcer:
             call.cancel()
 
     async def _obey(self, call: RegisterCall, response: object, router: str) -> None:
-        """Until the router ends the stream."""
+        """Does what the router asks for, until it ends the stream."""
         set_apart = ""
         while isinstance(response, registry_pb2.RegisterResponse):
             if response.drain:
@@ -168,7 +168,7 @@ class Announcer:
             response = await call.read()
 
     async def _beat(self, call: RegisterCall, granted: registry_pb2.RegisterResponse) -> None:
-        """Heartbeats. Raises TimeoutError if the router does not take one within the lease."""
+        """Sends heartbeats. Raises TimeoutError if the router does not take one within the lease."""
         rhythm = Rhythm(granted.lease_seconds, granted.heartbeat_seconds)
         num_calls = self._num_calls
         while True:
@@ -184,19 +184,19 @@ class Announcer:
 
 
 class Rhythm:
-    """When a heartbeat is due, of one stream: ask after each pause."""
+    """Decides when a heartbeat of one stream is due; asked after each pause."""
 
     def __init__(self, lease_s: float, pause_s: float) -> None:
         """`pause_s`: the shortest between two that the router asks for; 0 = it does not say."""
         at_most_s = lease_s / _BEATS_PER_LEASE
         self.pause_s = min(max(_BEAT_S, pause_s), at_most_s)
-        """Between two looks at the load."""
+        """Time between two looks at the load."""
         self._most_pauses = int(at_most_s / self.pause_s)
         self._num_pauses = 0
         self._sent: WorkerLoad | None = None
 
     def is_due(self, load: WorkerLoad) -> bool:
-        """Whether there is news, or has been none for so long that the lease needs it. To be called once a pause."""
+        """Whether there is news, or the lease needs a heartbeat. Called once a pause."""
         self._num_pauses += 1
         return self._num_pauses >= self._most_pauses or self._sent is None or _lasting(load) != _lasting(self._sent)
 
@@ -206,13 +206,13 @@ class Rhythm:
 
 
 def _lasting(load: WorkerLoad) -> WorkerLoad:
-    """Without what every step changes, which is no news in itself."""
+    """Returns `load` without what every step changes, which is no news in itself."""
     pool = replace(load.pool, unused_slots=0)
     return replace(load, engine_steps=0, prompt_tokens_per_s=0.0, step_s=0.0, step_objective_s=0.0, pool=pool)
 
 
 async def _resolve(router: str) -> set[str]:
-    """Addresses of `HOST:PORT`; IPv4 only where there are any, so that a dual-stack name counts once."""
+    """Returns the addresses of `HOST:PORT`; IPv4 only where there are any, so that a dual-stack name counts once."""
     host, _, port = router.rpartition(":")
     try:
         async with asyncio.timeout(_ANSWER_TIMEOUT_S):

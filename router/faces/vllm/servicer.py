@@ -42,8 +42,8 @@ Context = grpc.aio.ServicerContext[Any, Any]
 _REFUSED = {
     "Embed": "the model generates text and has no embeddings",
     "FlushCache": "workers drop cached prefixes when they need room; requests of a new cache salt find none",
-    "StartProfile": "profiles are taken with python -m bench.step_profile",
-    "StopProfile": "profiles are taken with python -m bench.step_profile",
+    "StartProfile": "profiles of a process are taken from outside, with perf or py-spy",
+    "StopProfile": "profiles of a process are taken from outside, with perf or py-spy",
     "SubscribeKvEvents": "workers publish them themselves, with --kv-events",
 }
 

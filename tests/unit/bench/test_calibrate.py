@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from bench.calibrate import sharing_of
-from bench.peers.streams import Stream
+from bench.support.streams import Stream
 
 
 def _stream(sent_s: float, first_s: float, gap_s: float = 0.0, count: int = 1) -> Stream:

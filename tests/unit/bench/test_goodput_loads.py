@@ -4,7 +4,7 @@ from statistics import mean, median, pstdev
 
 import pytest
 
-from bench.goodput_loads import LOADS, Lengths, Load, arrivals, stretches
+from bench.goodput_loads import LOADS, Lengths, Load, arrivals
 
 MIXED = LOADS["mixed"]
 
@@ -20,15 +20,6 @@ def test_another_rate_scales_the_times_and_changes_nothing_else() -> None:
     assert [(each.prompt_tokens, each.output_tokens) for each in slow] == [
         (each.prompt_tokens, each.output_tokens) for each in fast
     ]
-
-
-def test_stretches_follow_each_other_and_differ() -> None:
-    found = stretches(MIXED, 2.0, each=20, count=3, seed=1)
-    assert found[:20] == arrivals(MIXED, 2.0, 20, seed=1)
-    assert [each.at_s for each in found] == sorted(each.at_s for each in found)
-    assert [each.at_s - 20.0 for each in found[40:]] == pytest.approx(
-        [each.at_s for each in arrivals(MIXED, 2.0, 20, seed=3)]
-    )
 
 
 def test_gaps_between_arrivals_are_those_of_a_poisson_process() -> None:

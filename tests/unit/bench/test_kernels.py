@@ -6,15 +6,11 @@ import torch
 from bench.ceilings import Ceilings
 from bench.kernels import __main__ as bench_kernels
 from bench.kernels.__main__ import Run
-from bench.kernels.aims import attention_aims, step_aims
 from bench.kernels.attention_batch import AttentionBatch, largest_difference
 from bench.kernels.attention_peers import peer_calls
 from bench.kernels.decode_share import measure_shares
-from bench.kernels.launch_gaps import LaunchGap
-from bench.kernels.measurement import Measurement
 from bench.kernels.operation_calls import linear_calls, quantized_linear_calls
 from bench.kernels.shapes import LayerShape, chunk_shape, decode_shape, mixed_shape, prompt_shape
-from bench.roofline import Cost
 from bench.support import timing
 from kernels.dispatch import select_kernels
 from kernels.operations import Kernels
@@ -144,17 +140,3 @@ def test_without_a_gpu_it_says_so_and_writes_nothing(monkeypatch, capsys):
     monkeypatch.setattr(bench_kernels, "write_record", lambda *_: pytest.fail("nothing may be written"))
     assert bench_kernels.main() == 0
     assert capsys.readouterr().out == "not measured: no GPU\n"
-
-
-def test_aims_are_met_or_missed_by_our_own_kernels_only():
-    prefill, decode = str(prompt_shape(1, 8192, (32, 8, 128))), str(decode_shape(32, 2048, (32, 8, 128)))
-    rows = [
-        Measurement("prefill", prefill, "ours", 1.0, Cost(1, 70 * 10**12, torch.bfloat16)),
-        Measurement("prefill", prefill, "sdpa", 1.0, Cost(1, 70 * 10**12, torch.bfloat16)),
-        Measurement("decode", decode, "ours", 1.0, Cost(800 * 10**9, 1, torch.bfloat16)),
-        Measurement("decode", str(decode_shape(8, 64, HEADS)), "ours", 1.0, Cost(1, 1, torch.bfloat16)),
-    ]
-    aims = attention_aims(rows, CEILINGS, ["ours"])
-    assert [(round(aim.found, 3), aim.is_met) for aim in aims] == [(0.7, True), (0.8, False)]
-    gaps = step_aims([], [LaunchGap("captured", 1.0, 0.98), LaunchGap("launched one by one", 1.0, 0.2)])
-    assert [aim.is_met for aim in gaps] == [True]

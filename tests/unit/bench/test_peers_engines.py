@@ -30,16 +30,7 @@ class FakeEngine:
 
 
 def ran(*workloads: Workload, dies_at: int | None = None, rounds: int = 1) -> tuple[list[tuple[str, Job]], Results]:
-    log, _, results = ran_beside(*workloads, dies_at=dies_at, rounds=rounds)
-    return log, results
-
-
-def ran_beside(
-    *workloads: Workload, dies_at: int | None = None, rounds: int = 1
-) -> tuple[list[tuple[str, Job]], list[tuple[str, str, int]], Results]:
-    """The jobs, and whom `beside` was called for: engine, workload, jobs done by then."""
     log: list[tuple[str, Job]] = []
-    beside: list[tuple[str, str, int]] = []
     engines = [FakeEngine("tandem", log), FakeEngine("vllm", log, dies_at), FakeEngine("transformers", log)]
     results: Results = {}
 
@@ -47,20 +38,8 @@ def ran_beside(
         engines[:] = [each for each in engines if each is not engine]
 
     for number in range(rounds):
-        run_round(
-            engines,
-            workloads,
-            number,
-            results,
-            lose,
-            lambda engine, workload: beside.append((engine.name, workload.name, len(log))),
-        )
-    return log, beside, results
-
-
-def test_the_machine_is_measured_right_before_and_after_each_turn() -> None:
-    _, beside, _ = ran_beside(SHORT)
-    assert beside == [(name, SHORT.name, done) for rank, name in enumerate(NAMES) for done in (rank, rank + 1)]
+        run_round(engines, workloads, number, results, lose)
+    return log, results
 
 
 def test_engines_take_turns_at_beginning() -> None:

@@ -3,10 +3,9 @@ import time
 
 import pytest
 
-from bench.interference import BurstShape, Interference, measure_turn
-from bench.peers.http import chunks, events
-from bench.peers.process import PeerError
-from bench.peers.streams import Arrivals, OnFirst, Prompt, Stream, tokens_per_s
+from bench.peers.burst import Burst, BurstShape, measure_burst
+from bench.peers.vllm_server import chunks, events
+from bench.support.streams import Arrivals, MissingTokens, OnFirst, Prompt, Stream, tokens_per_s
 
 
 def test_gaps_that_reach_into_a_window_count() -> None:
@@ -28,7 +27,7 @@ def test_arrivals_tell_of_the_first_token_once_and_refuse_a_short_stream() -> No
     assert told == [1]
     assert len(arrivals.stream(3).arrivals) == 2
     assert arrivals.stream(3).token_ids == (7, 8, 9)
-    with pytest.raises(PeerError, match="after 3 of 4 tokens"):
+    with pytest.raises(MissingTokens, match="after 3 of 4 tokens"):
         arrivals.stream(4)
 
 
@@ -65,8 +64,8 @@ class FakeClient:
 
 async def test_interference_sets_gaps_in_the_burst_against_quiet_ones() -> None:
     shape = BurstShape(burst_after_s=0.0, burst_spacing_s=0.0)
-    into = Interference()
-    await measure_turn(FakeClient(shape), shape, 100, 1, into)
+    into = Burst()
+    await measure_burst(FakeClient(shape), shape, 100, 1, into)
     assert len(into.burst_ttft_s) == shape.burst_prompts
     document = into.document()
     assert document["quiet_ms"]["p99"] == pytest.approx(10)
@@ -77,4 +76,4 @@ async def test_interference_sets_gaps_in_the_burst_against_quiet_ones() -> None:
 async def test_interference_refuses_streams_that_end_before_the_burst() -> None:
     shape = BurstShape(output_tokens=1, burst_after_s=0.0, burst_spacing_s=0.0)
     with pytest.raises(RuntimeError, match="ended before the long prompts"):
-        await measure_turn(FakeClient(shape), shape, 100, 1, Interference())
+        await measure_burst(FakeClient(shape), shape, 100, 1, Burst())

@@ -15,9 +15,8 @@ from random import Random
 
 import pytest
 
-from bench import soak_calls
-from bench.soak import _stop, summary
-from bench.soak_calls import (
+from bench.soak import calls as soak_calls
+from bench.soak.calls import (
     MODEL_CHANGED,
     STOOD_STILL,
     Ended,
@@ -30,9 +29,10 @@ from bench.soak_calls import (
     merged,
     wrong,
 )
-from bench.soak_changes import GUEST, NEW_WEIGHTS
-from bench.soak_faults import Faults
-from bench.soak_round import MORE_DESCRIPTORS, MORE_MAPPINGS, MORE_RSS_BYTES, MORE_THREADS, Account, Lately, leaks
+from bench.soak.changes import GUEST, NEW_WEIGHTS
+from bench.soak.faults import Faults
+from bench.soak.round import MORE_DESCRIPTORS, MORE_MAPPINGS, MORE_RSS_BYTES, MORE_THREADS, Account, Lately, leaks
+from bench.soak.storm import _stop, summary
 from bench.support.cluster import Cluster, eventually
 from bench.support.processes import Usage, children, usage
 from bench.support.random_requests import RandomRequest
@@ -224,7 +224,7 @@ def test_calls_that_ended_are_counted_for_a_second(monkeypatch: pytest.MonkeyPat
     with lately.one():
         assert lately.count() == 1
     assert lately.count() == 1
-    monkeypatch.setattr("bench.soak_round.OVERRUN_S", -1.0)
+    monkeypatch.setattr("bench.soak.round.OVERRUN_S", -1.0)
     assert lately.count() == 0
 
 

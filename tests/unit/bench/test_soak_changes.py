@@ -8,8 +8,8 @@ import signal
 from pathlib import Path
 from random import Random
 
-from bench.soak_changes import NEW_WEIGHTS, Changes
-from bench.soak_model import SoakModel
+from bench.soak.changes import NEW_WEIGHTS, Changes
+from bench.soak.model import SoakModel
 from bench.support.cluster import eventually
 from bench.support.processes import children
 from tests.waiting_program import waiting_program

@@ -1,48 +1,39 @@
+"""A witness compares every token, of requests that failed too, as far as they came."""
+
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Sequence
-from typing import Unpack
+import pytest
 
-from bench.support.witness import Question, Witness
-from tandem.client import GenerateOptions, GenerationUpdate
-from tandem.errors import Reason, TandemError, Unavailable
+from bench.support.witness import DIFFERS, Question, Witness
+from tandem.errors import Reason, Unavailable
 from tandem.types import TokenId
+from tests.answering_client import AnsweringClient
 
-QUESTION = Question("Once", temperature=0.0, seed=0, answer=(TokenId(1), TokenId(2), TokenId(3)))
-
-
-class Answers:
-    """A client whose streams bring these tokens, then this error."""
-
-    def __init__(self, tokens: Sequence[int], error: TandemError | None = None) -> None:
-        self._tokens = tokens
-        self._error = error
-
-    async def generate(
-        self, prompt: str | None = None, *, timeout_s: float | None = None, **options: Unpack[GenerateOptions]
-    ) -> AsyncGenerator[GenerationUpdate, None]:
-        for token in self._tokens:
-            yield GenerationUpdate("r", 0, "", (TokenId(token),), (), None, None, None, None)
-        if self._error is not None:
-            raise self._error
+QUESTION = Question("Once", {}, tuple(map(TokenId, (1, 2, 3))))
+LOST = Unavailable("gone", Reason.WORKER_LOST)
 
 
-async def errors_of(*clients: Answers) -> list[str]:
-    witness = Witness("unused", callers=1, max_tokens=3)
-    return [(await witness.ask(client, QUESTION)).error for client in clients]
+@pytest.mark.parametrize(
+    ("heard", "error", "is_wrong"),
+    [
+        ([1, 2, 3], None, False),
+        ([1, 2], None, True),
+        ([1, 2, 2, 3], None, True),
+        ([1, 9, 3], None, True),
+        ([1, 2], LOST, False),
+        ([1, 9], LOST, True),
+        ([1, 2, 3, 4], LOST, True),
+    ],
+)
+async def test_a_request_is_wrong_if_a_token_is_missing_doubled_or_strange(
+    heard: list[int], error: Unavailable | None, is_wrong: bool
+) -> None:
+    seen = await Witness("unused", 1, [QUESTION]).ask(AnsweringClient(heard, error=error), QUESTION)
+    assert seen.is_wrong == is_wrong
+    assert seen.error == (f"{Reason.WORKER_LOST}: gone" if error else DIFFERS if is_wrong else "")
 
 
-async def test_the_right_tokens_are_no_error() -> None:
-    assert await errors_of(Answers([1, 2, 3])) == [""]
-
-
-async def test_a_missing_a_doubled_and_a_strange_token_are_errors() -> None:
-    seen = await errors_of(Answers([1, 2]), Answers([1, 2, 2, 3]), Answers([1, 9, 3]))
-
-    assert seen == ["tokens differ"] * 3
-
-
-async def test_a_failed_request_is_told_with_its_reason() -> None:
-    (error,) = await errors_of(Answers([1], Unavailable("gone", Reason.WORKER_LOST)))
-
-    assert error == f"{Reason.WORKER_LOST}: gone"
+async def test_a_load_of_which_no_request_ends_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("bench.support.witness._READY_TIMEOUT_S", 0.01)
+    with pytest.raises(TimeoutError):
+        await Witness("127.0.0.1:1", 1, [], timeout_s=0.0).see(1)

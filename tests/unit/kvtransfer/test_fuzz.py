@@ -1,4 +1,4 @@
-"""The short form of `bench.fuzz_transfer`, over every transport; its seed is another one each time, and told."""
+"""The short form of `tests.fuzz.transfer`, over every transport; its seed is another one each time, and told."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from contextlib import contextmanager
 
 import pytest
 
-from bench.fuzz_transfer import fuzz
 from kvtransfer.base import PoolMemory
+from tests.fuzz.transfer import fuzz
 from tests.transports import EVERY, make_pool
 
 NUM_CASES = 150

@@ -17,10 +17,10 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTrace
 from opentelemetry.sdk.trace import ReadableSpan
 from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
 
-from bench.support.collector import Collector
 from shell.telemetry import span_export
 from shell.telemetry.span_export import ReportingExporter
 from shell.telemetry.tracing import trace_export, tracing
+from tests.collector import Collector
 
 CLOSE_S = 2.5
 """What `tracing` promises, and a slow machine's own time."""

@@ -1,0 +1,1 @@
+"""Faults of every kind under callers that check every answer."""
