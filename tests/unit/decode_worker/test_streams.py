@@ -17,7 +17,7 @@ async def test_a_hand_off_on_its_way_is_awaited_and_decodes_once_it_is_there(ope
         assert (batch.num_decodes, batch.is_awaited) == (0, True)
         bench.engine.hold()
         for ticket, spec in zip(tickets, specs, strict=True):
-            bench.hand_over(ticket, spec)
+            bench.hand_off(ticket, spec)
         assert (batch.num_decodes, batch.is_awaited) == (2, False)
         bench.engine.let_go()
         await bench.router.until(lambda: set(coming) <= set(bench.router.ended))
