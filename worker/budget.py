@@ -67,7 +67,7 @@ class PromptInLine:
     num_tokens: int
     """That it lacked when it came."""
     waited_tokens: int
-    """Prompt tokens that were computed here since it came: its age, as `worker.turns` counts it."""
+    """Prompt tokens that were computed here since it came: its age, as `worker.admission.turn_of` counts it."""
 
 
 @dataclass(slots=True)
