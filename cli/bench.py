@@ -20,7 +20,7 @@ N = TypeVar("N", int, float)
 
 
 def _number(kind: Callable[[str], N], allowed: Callable[[N], bool], what: str) -> Callable[[str], N]:
-    """How argparse reads one number."""
+    """Returns an argparse type that reads a number."""
 
     def parse(text: str) -> N:
         with contextlib.suppress(ValueError):

@@ -72,7 +72,7 @@ class Conversation:
         self.messages: list[Message] = list(self._opening)
 
     def run(self) -> None:
-        """One turn per line of input, until it ends."""
+        """Runs a turn per line of input, until the input ends."""
         while True:
             try:
                 line = input(_PROMPT if sys.stdin.isatty() else "").strip()

@@ -1,4 +1,4 @@
-"""`tandem generate`: streams one answer to the terminal, or as JSON lines."""
+"""`tandem generate`: streams an answer to the terminal, or as JSON lines."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def add_parser(subparsers: Subparsers) -> None:
 
 
 def run(namespace: argparse.Namespace) -> int:
-    """Streams one answer. Raises TandemError."""
+    """Streams an answer. Raises TandemError."""
     config = load(ClientConfig, namespace)
     text, options = _request(namespace)
     last: GenerationUpdate | None = None
@@ -83,7 +83,7 @@ def summary(last: GenerationUpdate) -> str:
 
 
 def _request(namespace: argparse.Namespace) -> tuple[str | None, GenerateOptions]:
-    """Prompt text, if the prompt is one, and everything else."""
+    """Returns the prompt's text, if the prompt is text, and everything else."""
     options = generate_options(namespace)
     if namespace.token_ids is not None:
         if namespace.prompt is not None or namespace.chat:

@@ -65,7 +65,7 @@ class _Connection(HTTPConnection):
 
 
 class HttpHealth:
-    """Asks an HTTP door whether requests come through it: a `cli.liveness.HealthClient`."""
+    """A `cli.liveness.HealthClient` that asks an HTTP door whether requests come through."""
 
     def __init__(
         self, address: str, outgoing: Outgoing, router: Callable[[], AbstractAsyncContextManager[HealthClient]]

@@ -26,7 +26,7 @@ class Sign(enum.Enum):
 
     ALIVE = enum.auto()
     LEAVING = enum.auto()
-    """It listens no more."""
+    """The process has stopped listening."""
     NONE = enum.auto()
 
 
@@ -38,7 +38,7 @@ class HealthClient(Protocol):
 
 
 async def sign_of_life(client: HealthClient) -> Sign:
-    """One check; takes `CHECK_S` at most."""
+    """Makes a check, which takes `CHECK_S` at most."""
     try:
         return Sign.ALIVE if await client.serving(LIVENESS, timeout_s=CHECK_S) else Sign.NONE
     except DeadlineExceeded:

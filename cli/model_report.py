@@ -21,9 +21,9 @@ from tandem.kv_layout import DType, KvLayout, QuantDType
 _GIB = 1024**3
 _MIB = 1024**2
 _ROUNDED_BYTES = {"int8": 1.0, "fp8": 1.0, "int4": 0.5 + 4 / 32}
-"""Of a weight under `--quantize`, its share of a scale included."""
+"""Bytes of a weight under `--quantize`, its share of a scale included."""
 _MXFP4_GROWTH = 2.0
-"""Of its files, when they are loaded: four bits become eight."""
+"""Growth of MXFP4 weights when they are loaded: four bits become eight."""
 Row = tuple[str, str]
 
 

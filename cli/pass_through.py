@@ -34,7 +34,7 @@ class PassThrough(grpc.GenericRpcHandler):
     """Calls of some `services` to the router at `target`. Used on one event loop."""
 
     def __init__(self, target: str, services: frozenset[str], outgoing: Outgoing, max_receive_bytes: int) -> None:
-        """`max_receive_bytes`: of one message, either way."""
+        """`max_receive_bytes`: of a message, either way."""
         self._target = target
         self._services = services
         self._outgoing = outgoing
@@ -80,7 +80,7 @@ class PassThrough(grpc.GenericRpcHandler):
             call.cancel()
 
     def _connected(self) -> grpc.aio.Channel:
-        """The channel, of the certificates as they are now."""
+        """Returns the channel, made with the present certificates."""
         pem = None if self._outgoing.tls is None else self._outgoing.tls.pem()
         if self._channel is None or pem is not self._pem:
             if self._channel is not None:

@@ -221,7 +221,7 @@ def check_fleet(config: ServeConfig) -> None:
 
 @dataclass(frozen=True, slots=True)
 class ChildSpec:
-    """One child: `python -m MODULE ARG…` on its share of the cores."""
+    """A child: `python -m MODULE ARG…` on its share of the cores."""
 
     name: str
     module: str
@@ -232,7 +232,7 @@ class ChildSpec:
     gpus: tuple[str, ...] = ()
     """GPUs that it sees, its own first; empty = those that this process sees."""
     loan: str | None = None
-    """Cores of another worker that it may borrow."""
+    """Cores of another worker that the child may borrow."""
 
 
 def router_spec(

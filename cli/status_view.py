@@ -60,7 +60,7 @@ _PACE: _Columns = {
         worker.load.step_objective_s, lambda s: f"at most {duration(s)}", "none"
     ),
 }
-"""How fast a worker is now: placement goes by it."""
+"""Columns on a worker's present speed, which placement uses."""
 _LIVE: _Columns = {
     **{name: _WORKER[name] for name in ("worker", "state", "heartbeat", "running", "waiting", "transfers")},
     "used": lambda worker: _used(worker.load.pool),
@@ -109,7 +109,7 @@ def span(seconds: float) -> str:
 
 
 def _summary(status: ClusterStatus) -> Iterator[ConsoleRenderable]:
-    """Which cluster, whether it serves, its requests and latencies."""
+    """Yields the cluster's name, readiness, requests and latencies."""
     recent = status.recent
     yield plain(f"model {status.model}, {'ready' if status.ready else f'not ready: {status.not_ready_reason}'}")
     yield plain(
@@ -139,7 +139,7 @@ def _summary(status: ClusterStatus) -> Iterator[ConsoleRenderable]:
 
 
 def _latencies(recent: RecentActivity) -> Table:
-    """Those that were measured in the last minute."""
+    """Returns the latencies measured in the last minute."""
     rows = [
         (
             *(_LATENCY_NAMES.get(each.name, each.name.replace("_", " ")), duration(each.p50_s)),

@@ -45,7 +45,7 @@ class Process(Protocol):
     stderr: IO[bytes] | None
 
     def wait(self) -> int:
-        """The exit code, once it has ended; negative = a signal."""
+        """Returns the exit code once the process has ended; negative = a signal."""
 
     def terminate(self) -> None:
         """SIGTERM."""
@@ -83,12 +83,12 @@ class Child:
         self._process = process
         self._sink = sink
         self.last_words = ""
-        """The last line it wrote to stderr."""
+        """Last line that the child wrote to stderr."""
         self._ready: asyncio.Future[str | None] = asyncio.get_running_loop().create_future()
         self._end = asyncio.ensure_future(self._until_end())
 
     async def ready(self) -> str | None:
-        """The HOST:PORT that it printed; None if it ended without."""
+        """Returns the HOST:PORT that the child printed; None if the child ended without."""
         return await asyncio.shield(self._ready)
 
     async def wait(self) -> int:
@@ -96,11 +96,11 @@ class Child:
         return await asyncio.shield(self._end)
 
     def terminate(self) -> None:
-        """Asks it to drain. A no-op once it has ended."""
+        """Asks the child to drain. A no-op once the child has ended."""
         self._process.terminate()
 
     def kill(self) -> None:
-        """Ends it at once. A no-op once it has ended."""
+        """Kills the child. A no-op once the child has ended."""
         self._process.kill()
 
     async def _until_end(self) -> int:
@@ -196,7 +196,7 @@ class Supervisor:
         self._policy = policy
         self._child: Child | None = None
         self._last_words = ""
-        """Of the child that ended last, or why none was started."""
+        """Last line of the child that ended last, or why none was started."""
         self._client: HealthClient | None = None
         self._stopping = asyncio.Event()
         self._ended = asyncio.Event()
@@ -242,7 +242,7 @@ class Supervisor:
             await self._ended.wait()
 
     def kill(self) -> None:
-        """Ends the child at once; it is not started again."""
+        """Kills the child, which is not started again."""
         self._stopping.set()
         if self._child is not None:
             self._child.kill()

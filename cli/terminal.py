@@ -30,7 +30,7 @@ def print_whole(console: Console, *parts: ConsoleRenderable | str) -> None:
 
 
 def plain(text: str) -> Text:
-    """One line, harmless wherever the text came from."""
+    """Returns a line that is harmless wherever the text came from."""
     return Text(printable(text))
 
 

@@ -13,14 +13,14 @@ from tandem.errors import ConfigError
 from tandem.types import Role
 
 Thresholds = Mapping[str, Mapping[str, float]]
-"""By role and metric, for one worker."""
+"""Thresholds of a worker, by role and metric."""
 
 _MEASURED: Mapping[Role, tuple[str, ...]] = {
     Role.PREFILL: (names.PREFILL_QUEUED_TOKENS.name,),
     Role.DECODE: (names.POOL_USAGE.name,),
     Role.ELASTIC: (names.POOL_USAGE.name, names.DECODE_QUEUED_TOKENS.name),
 }
-"""As the manifests have them."""
+"""Metrics by role, as in the manifests."""
 _HEAD = """# Made by `tandem plan --autoscaler`: what a worker shows on average in the least deployment that passes.
 # To be listed behind a component autoscale-*; where one of these autoscalers is missing, its patch does nothing.
 apiVersion: kustomize.config.k8s.io/v1alpha1
@@ -31,7 +31,7 @@ patches:
 
 
 def write_component(folder: Path, thresholds: Thresholds) -> Path:
-    """Writes `folder`/kustomization.yaml, and the folder if it is not there. Raises ConfigError."""
+    """Writes `folder`/kustomization.yaml, and makes the folder if needed. Raises ConfigError."""
     file = folder / "kustomization.yaml"
     try:
         folder.mkdir(parents=True, exist_ok=True)

@@ -27,7 +27,7 @@ from collections.abc import Callable, Iterable, Iterator
 from decode_worker.running_batch import RunningBatch
 from engine.prefix_cache import PrefixCache
 from kvtransfer.base import Sender, TransferReport
-from prefill_worker.outgoing_transfer import OutgoingPolicy, OutgoingTransfer
+from prefill_worker.outgoing_transfer import OutgoingTransfer
 from shell.telemetry.events import Moved, Transferred
 from tandem.errors import FrameError, InvalidRequest, Reason, TandemError, Unavailable
 from tandem.first_tokens import FirstTokens, NextTokens, encode_first_tokens
@@ -35,7 +35,6 @@ from tandem.types import Handle, MoveReason
 from worker.ports import Destination, RouterPort
 from worker.request import Request
 
-_POLICY = OutgoingPolicy(overlap=False)
 MANY_PREEMPTIONS, WINDOW_S = 3, 10.0
 """Preemptions within so many seconds that are too many."""
 FULL_SHARE = 0.25
@@ -205,7 +204,7 @@ class HandOvers:
             self._end(request, Unavailable(f"it has come too far since it was told to leave: {error}", Reason.DRAINING))
             return
         assert self._sender is not None  # else nothing may leave
-        transfer = OutgoingTransfer(request, self._sender, self._cache.pool, _POLICY, self)
+        transfer = OutgoingTransfer(request, self._sender, self._cache.pool, self)
         self._transfers[request] = transfer
         transfer.start()
         transfer.grant(to.ticket, to.kv_endpoint)

@@ -34,7 +34,7 @@ _log = get_logger(__name__)
 
 MAX_KEPT_GRAMMARS = 32
 """Compiled ones, for requests to come. The largest take some ten megabytes each."""
-PATIENCE_S = 0.002
+MASKS_WITHIN_S = 0.002
 """That a step waits for the masks of those who drew in the one before; it then goes on without them."""
 _MAX_MASK_THREADS = 8
 _STACK_BYTES = 64 * 1024 * 1024
@@ -147,9 +147,9 @@ class Guides:
         self._job.add_done_callback(partial(self._made, guides, on_made))
 
     async def settled(self) -> None:
-        """Returns when no masks are being made, or after PATIENCE_S."""
+        """Returns when no masks are being made, or after MASKS_WITHIN_S."""
         if self._job is not None:
-            await asyncio.wait({self._job}, timeout=PATIENCE_S)
+            await asyncio.wait({self._job}, timeout=MASKS_WITHIN_S)
 
     def close(self) -> None:
         """Ends its threads; work under way is finished unheard."""

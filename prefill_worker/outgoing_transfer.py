@@ -15,7 +15,6 @@ Does not know steps or routers. All on the loop; nothing blocks it.
 from __future__ import annotations
 
 import asyncio
-from dataclasses import dataclass
 from typing import Protocol
 
 from engine.block_pool import BlockPool
@@ -30,14 +29,8 @@ from worker.request import Request
 _log = get_logger(__name__)
 
 
-@dataclass(frozen=True, slots=True)
-class OutgoingPolicy:
-    """How blocks are handed over."""
-
-    overlap: bool = True
-    """Push finished blocks while later ones compute; False pushes everything at the end."""
-    open_timeout_s: float = 5.0
-    """Longest time for connecting. Pushes may take any time while bytes move: the sender notices if none do."""
+_OPEN_TIMEOUT_S = 5.0
+"""Longest time for connecting, as long as a lease. Pushes may take any time while bytes move."""
 
 
 class OutgoingOwner(Protocol):
@@ -56,13 +49,10 @@ class OutgoingOwner(Protocol):
 class OutgoingTransfer:
     """The transfer of one prompt, or of a request that runs."""
 
-    def __init__(
-        self, request: Request, sender: Sender, pool: BlockPool, policy: OutgoingPolicy, owner: OutgoingOwner
-    ) -> None:
+    def __init__(self, request: Request, sender: Sender, pool: BlockPool, owner: OutgoingOwner) -> None:
         self._request = request
         self._sender = sender
         self._pool = pool
-        self._policy = policy
         self._owner = owner
         self._num_pushed = 0
         """Blocks of the table that were pushed, or that the decode worker holds already."""
@@ -108,7 +98,7 @@ class OutgoingTransfer:
 
         Does nothing after the transfer has ended.
         """
-        if self._policy.overlap and self._takes_blocks():
+        if self._takes_blocks():
             self._lend_up_to(num_finished, self._request.group.prefix)
 
     def finish(self, num_blocks: int, payload: bytes, of_choice: Sequence | None = None) -> None:
@@ -156,7 +146,7 @@ class OutgoingTransfer:
             self._owner.request_failed(self._request, error)
 
     async def _transfer(self, ticket: bytes, kv_endpoint: bytes) -> TransferReport:
-        handoff = await self._sender.open(ticket, kv_endpoint, self._policy.open_timeout_s)
+        handoff = await self._sender.open(ticket, kv_endpoint, _OPEN_TIMEOUT_S)
         try:
             self._give_back(handoff.first_block)  # what the decode worker holds already, as far as it was lent
             self._num_pushed = handoff.first_block

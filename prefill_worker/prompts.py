@@ -23,7 +23,7 @@ from engine.beam_group import candidates_of
 from engine.sequence import Sequence
 from engine.step import SampledToken, Step
 from kvtransfer.base import Sender, TransferReport
-from prefill_worker.outgoing_transfer import OutgoingPolicy, OutgoingTransfer
+from prefill_worker.outgoing_transfer import OutgoingTransfer
 from prefill_worker.prompt_line import LineLimits, PromptLine
 from shell.telemetry.events import Transferred
 from tandem.errors import TandemError
@@ -39,13 +39,12 @@ from worker.waits import Wait
 
 @dataclass(frozen=True, slots=True)
 class PromptPolicy:
-    """Caps, and how blocks are handed over."""
+    """Caps."""
 
     limits: LineLimits
     max_sequence_tokens: int
     chunk_tokens: int = 0
     """Prompt tokens of a step; beside decodes, the chunk budget says how many."""
-    outgoing: OutgoingPolicy = OutgoingPolicy()  # noqa: RUF009 - it is frozen
 
 
 class Prompts:
@@ -119,7 +118,7 @@ class Prompts:
     def add(self, request: Request) -> None:
         """See `Source`."""
         assert self._sender is not None
-        transfer = OutgoingTransfer(request, self._sender, self._pool, self._policy.outgoing, self)
+        transfer = OutgoingTransfer(request, self._sender, self._pool, self)
         self._live[request] = None
         self._transfers[request] = transfer
         transfer.start()

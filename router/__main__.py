@@ -1,4 +1,4 @@
-"""`python -m router`: one router process."""
+"""`python -m router`: a single router process."""
 
 from __future__ import annotations
 

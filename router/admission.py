@@ -21,7 +21,7 @@ _RETRY_AFTER_BOUNDS_S = (0.1, 60.0)
 
 @dataclass(slots=True, eq=False)
 class Entry:
-    """One request that asks to run. Identity is its key."""
+    """A request that asks to run. Identity is its key."""
 
     num_tokens: int
     priority: int = 0
@@ -43,7 +43,7 @@ class AdmissionQueue:
         self.num_queued = 0
         """Requests that wait."""
         self.queued_tokens = 0
-        """Prompt tokens of those that wait."""
+        """Prompt tokens of waiting requests."""
         self._interval_s: float | None = None
         self._last_departure_s: float | None = None
 
@@ -148,7 +148,7 @@ class Admission:
             raise
 
     def resize(self, max_active: int) -> None:
-        """Lets so many requests run; those that run already go on."""
+        """Lets `max_active` requests run; running requests go on."""
         self.queue.max_active = max_active
         while (entry := self.queue.next()) is not None:
             self._begin(entry)

@@ -60,7 +60,7 @@ threshold, 700, a sixth of the router's time went into looking through them."""
 
 
 class Router:
-    """One router's parts, wired; what `serve` runs and tests look into."""
+    """A router's parts, wired: `serve` runs them, tests look into them."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""One request on its pair of workers."""
+"""A request's pair of workers."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class Assignment:
 
     placement: Placement
     num_tokens: int
-    """That its decode worker lacked of it."""
+    """Tokens that the decode worker lacked."""
     num_seqs: int
     probe: int
     """For `Ejections.end`."""

@@ -25,14 +25,14 @@ from tandem.errors import CheckpointError, InvalidRequest
 
 _SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 _DEFAULT, _TOOL_USE = "default", "tool_use"
-"""Names of templates, as transformers has them."""
+"""Names of templates in transformers."""
 _LOOP_OVER_PARTS = re.compile(r"\bfor\s+\w+\s+in\s+\w*(\.content|\[['\"]content['\"]\]|content\b)")
 
 _ASKS_FOR_NONE = re.compile(r"\bcontent['\"]?\]?\s+is\s+none\b")
 
 
 class ChatTemplate:
-    """One checkpoint's template, compiled."""
+    """A checkpoint's template, compiled."""
 
     def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
         """Raises CheckpointError if `source` is not a template."""
@@ -68,7 +68,7 @@ class ChatTemplate:
 
 
 class ChatTemplates:
-    """All templates of one checkpoint, by name."""
+    """All templates of a checkpoint, by name."""
 
     def __init__(self, templates: Mapping[str, ChatTemplate]) -> None:
         self._templates = templates

@@ -16,8 +16,8 @@ from tandem.errors import InvalidOutput
 from tandem.types import ChoiceSpec, FinishReason, TextParams, TokenDelta, TokenId, TokenLogprobs
 
 MAX_OUTPUT_WEIGHT = 4096
-"""Of one output, 16 to 50 KB on the wire: what is being written cannot be dropped any more. An answer that was asked
-for as a whole is one output."""
+"""Most weight of one output, 16 to 50 KB on the wire: an output that is being written cannot be dropped. An answer that
+is asked for as a whole is one output."""
 _NOTHING_MORE = ((), None, None, None, (), None)
 """All fields of a ChoiceOutput behind its tokens, in one that has no more."""
 
@@ -40,14 +40,14 @@ class ChoiceOutput(NamedTuple):
     summary: Summary | None = None
     """Set on the request's last output."""
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
-    """Of the request, from the prompt's second token on: in outputs of their own before the first token; of an answer
-    that is read as a whole, in the first choice's."""
+    """Log-probabilities of the prompt from its second token on: in outputs before the first token; in an answer that is
+    read as a whole, in the first choice's output."""
     score: float | None = None
     """Set with the finish reason of a choice that a beam search found."""
 
     @property
     def is_plain(self) -> bool:
-        """Whether it has text and tokens alone."""
+        """Whether the output has text and tokens alone."""
         return self[3:] == _NOTHING_MORE
 
 
@@ -65,14 +65,14 @@ class ChoiceStream:
         self._stops = StopStrings(params.stop, include_stop=params.include_stop) if params.stop else None
         self._token_ids: list[TokenId] = []
         self._early: dict[int, TokenDelta] = {}
-        """By offset: what overtook the tokens before it."""
+        """Deltas that overtook the tokens before them, by offset."""
         self.finish_reason: FinishReason | None = None
         """Set with the last token."""
         self._matched_stop: str | TokenId | None = None
         self._score: float | None = None
         self._num_read = 0
         self._unread_text: list[str] = []
-        """One per token, and after the last what was held back."""
+        """Texts, one per token; the last is text that was held back."""
         self._unread_logprobs: list[TokenLogprobs] = []
         self._logprobs_per_token = 0
 
@@ -88,7 +88,7 @@ class ChoiceStream:
 
     @property
     def spec(self) -> ChoiceSpec:
-        """As a worker is to resume it."""
+        """The choice, as a worker resumes it."""
         return ChoiceSpec(self.index, tuple(self._token_ids))
 
     def push(self, delta: TokenDelta) -> int:
@@ -149,7 +149,7 @@ class ChoiceStream:
         return self.read(summary, max(1, MAX_OUTPUT_WEIGHT // (1 + self._logprobs_per_token)))
 
     def drop_unread(self) -> None:
-        """Nobody will read it."""
+        """Drops what is unread: no reader will come."""
         self._num_read = len(self._token_ids)
         self._unread_text, self._unread_logprobs = [], []
 
@@ -169,7 +169,7 @@ class ChoiceStream:
             raise InvalidOutput(f"other tokens from {delta.offset} on than were told before")
 
     def _accept(self, delta: TokenDelta) -> int:
-        """Takes what of `delta` is not known, where it leaves no gap."""
+        """Takes the unknown part of `delta`, if no gap lies before that part."""
         num_known = len(self._token_ids) - delta.offset
         token_ids = delta.token_ids[num_known:] if num_known else delta.token_ids
         if num_known > len(delta.token_ids) or not (token_ids or delta.finish_reason):

@@ -16,7 +16,7 @@ from router.request import ChatPrompt
 from tandem.errors import InvalidRequest
 
 _OWN = frozenset({"messages", "tools"})
-"""What a variable cannot be called: it has fields of its own."""
+"""Names that no variable may have: fields of the conversation."""
 
 _OF_THE_FORMAT = frozenset({"role", "type"})
 """Keys whose values are not the caller's own words."""
@@ -32,7 +32,7 @@ class Conversation:
     template_name: str = ""
 
     def texts(self) -> Iterator[str]:
-        """Every text in it that is not a word of the format."""
+        """Yields every text of the conversation that is no word of the format."""
         for each in (*self.messages, *self.tools, self.variables):
             yield from _texts(each, _OF_THE_FORMAT)
 
@@ -48,13 +48,13 @@ def read_conversation(prompt: ChatPrompt) -> Conversation:
 
 
 def num_bytes(prompt: ChatPrompt) -> int:
-    """Of all text that the caller sent."""
+    """Returns the bytes of all text that the caller sent."""
     parts = (*prompt.messages, *prompt.tools, *prompt.variables.values())
     return sum(len(text.encode()) for part in parts for text in _texts(part))
 
 
 def _with_arguments(message: Mapping[str, Any], path: str) -> Mapping[str, Any]:
-    """Templates write arguments as JSON themselves, so they get them as data."""
+    """Parses arguments: templates write them as JSON, and so get them as data."""
     if "tool_calls" not in message:
         return message
     calls = []

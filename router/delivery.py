@@ -50,7 +50,7 @@ class Delivery:
         self._choices = {choice.index: choice for choice in choices}
         self._events = events
         self._open = dict(self._choices)
-        """Those without their last token."""
+        """Choices without their last token."""
         self._unread: dict[int, ChoiceStream] = {}
         """By index, in the order in which they came to have something new."""
         self._summary: Summary | None = None
@@ -63,7 +63,7 @@ class Delivery:
         self.is_gathered = False
         """Whether the reader takes nothing before the end."""
         self._written_weight = 0
-        """Of the output that was read last, until the next is asked for."""
+        """Weight of the output that was read last, until the next is asked for."""
 
     @property
     def being_written(self) -> bool:
@@ -90,12 +90,12 @@ class Delivery:
 
     @property
     def open_choices(self) -> tuple[ChoiceSpec, ...]:
-        """Those not finished, as workers are to resume them."""
+        """Unfinished choices, as workers resume them."""
         return tuple(each.spec for each in self._open.values())
 
     @property
     def finish_reasons(self) -> tuple[FinishReason, ...]:
-        """Of the choices that are finished, by index."""
+        """Reasons of the finished choices, by index."""
         return tuple(each.finish_reason for each in self._choices.values() if each.finish_reason is not None)
 
     @property
@@ -109,7 +109,7 @@ class Delivery:
         return sum(each.num_tokens for each in self._choices.values())
 
     def num_tokens_of(self, index: int) -> int:
-        """Tokens in order of one choice."""
+        """Returns the number of tokens of a choice that have come in order."""
         return self._choices[index].num_tokens
 
     def push_prompt_logprobs(self, offset: int, logprobs: Sequence[TokenLogprobs]) -> None:
@@ -223,7 +223,7 @@ class Delivery:
         return ChoiceOutput(min(self._choices), "", (), prompt_logprobs=prompt)
 
     def _read_next(self) -> ChoiceOutput:
-        """Of the choice that has waited longest."""
+        """Returns an output of the choice that has waited longest."""
         index, choice = next(iter(self._unread.items()))
         del self._unread[index]
         before = choice.unread_weight

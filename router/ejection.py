@@ -38,17 +38,17 @@ Subject: TypeAlias = Incarnation | Pair
 
 
 class _Record:
-    """One subject that failed lately."""
+    """Record of a subject that failed lately."""
 
     def __init__(self) -> None:
         self.outcomes: deque[bool] = deque(maxlen=WINDOW)
-        """True = success; of those since it was last set aside."""
+        """Outcomes since the subject was last set aside; True = success."""
         self.level = 0
         """How often it was set aside since it was last known to be well."""
         self.until_s: float | None = None
         """End of the back-off; None = healthy."""
         self.probe: int | None = None
-        """The request that probes it now."""
+        """The request that probes the subject now."""
 
     @property
     def num_in_a_row(self) -> int:
@@ -77,16 +77,16 @@ class _Record:
 
 
 class Ejections:
-    """Of all workers of a router. Keeps only subjects that failed lately."""
+    """Ejections of all workers of a router. Keeps only subjects that failed lately."""
 
     def __init__(self) -> None:
         self._records: dict[Subject, _Record] = {}
         self._failed_with: dict[Incarnation, set[Incarnation]] = {}
-        """Partners with which a worker's hand-offs failed since its last good one."""
+        """Partners with which a worker's hand-offs failed since its last good hand-off."""
         self._num_probes = 0
 
     def succeeded(self, subject: Subject) -> bool:
-        """It did its work. Returns whether it was set aside until now."""
+        """Notes a success. Returns whether the subject was set aside until now."""
         record = self._records.get(subject)
         if record is None:
             return False
@@ -116,7 +116,7 @@ class Ejections:
         self._failed_with.pop(decode, None)
 
     def blamed_for_handoff(self, prefill: Incarnation, decode: Incarnation) -> tuple[Subject, ...]:
-        """A hand-off between these two failed. Returns whom to count it against."""
+        """Notes a failed hand-off between two workers. Returns the subjects that the failure counts against."""
         for worker, partner in ((prefill, decode), (decode, prefill)):
             self._failed_with.setdefault(worker, set()).add(partner)
         workers = (each for each in (prefill, decode) if len(self._failed_with[each]) >= SEVERAL_PARTNERS)
@@ -131,12 +131,12 @@ class Ejections:
         return 0 if may_be_probed else record.level
 
     def burdens(self, now_s: float) -> Mapping[Incarnation, int]:
-        """Of the workers that are set aside, and that have a burden."""
+        """Returns the burdens of workers that are set aside."""
         burdens = {each: self.burden(each, now_s) for each in self._records if not isinstance(each, tuple)}
         return {worker: burden for worker, burden in burdens.items() if burden}
 
     def pair_burdens(self, now_s: float) -> Mapping[Pair, int]:
-        """Of the pairs that are set aside, and that have a burden."""
+        """Returns the burdens of pairs that are set aside."""
         burdens = {each: self.burden(each, now_s) for each in self._records if isinstance(each, tuple)}
         return {pair: burden for pair, burden in burdens.items() if burden}
 
@@ -152,13 +152,13 @@ class Ejections:
                 record.probe = probe
 
     def end(self, subjects: Iterable[Subject], probe: int) -> None:
-        """That request no longer runs there, whatever it showed. Idempotent."""
+        """Ends a probe, whatever it showed. Idempotent."""
         for record in filter(None, map(self._records.get, subjects)):
             if record.probe == probe:
                 record.probe = None
 
     def forget(self, worker: Incarnation) -> None:
-        """It is gone, and so are its pairs."""
+        """Forgets a worker that is gone, and its pairs."""
         self._failed_with.pop(worker, None)
         for partners in self._failed_with.values():
             partners.discard(worker)

@@ -42,14 +42,14 @@ _log = get_logger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class RunningRequest:
-    """One request under way, and where its choices come out."""
+    """A request under way, with the delivery of its choices."""
 
     request_id: RequestId
     prompt_token_ids: Sequence[TokenId]
     delivery: Delivery
     task: asyncio.Task[None]
     timeline: Timeline
-    """What is known of it so far."""
+    """Times of the request so far."""
 
     def cancel(self, error: TandemError) -> None:
         """Ends it at once, though its caller does not read; `delivery` then ends with `error`. Idempotent."""
@@ -64,7 +64,7 @@ class RunningRequest:
 
 
 class Entrance:
-    """Serves one model. Shared by all faces."""
+    """Entrance of one model, shared by all faces."""
 
     def __init__(
         self,
@@ -94,7 +94,7 @@ class Entrance:
         return self._draining.is_set()
 
     def begin_drain(self) -> None:
-        """Refuses new requests from now on; those under way go on."""
+        """Refuses new requests from now on; requests under way go on."""
         self._draining.set()
 
     async def wait_for_drain(self) -> None:
@@ -163,7 +163,7 @@ class Entrance:
         self._unread.sweep_if_due()
 
     def check_model(self, name: str) -> None:
-        """Empty means the served one. Raises ModelNotFound for another."""
+        """Checks that `name` is empty or the served model's. Raises ModelNotFound."""
         if not self._checkpoint.answers_to(name):
             raise ModelNotFound(
                 f"this router serves {self._checkpoint.name}, not the model asked for: ask for that, "

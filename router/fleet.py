@@ -32,11 +32,11 @@ class Kind(NamedTuple):
 
     @property
     def computes_any(self) -> bool:
-        """Whether it decodes, and computes a prompt of any length for itself."""
+        """Whether the worker decodes, and computes prompts of any length for itself."""
         return self.role is Role.ELASTIC or (self.role.decodes and self.local_prefill_tokens is None)
 
     def fits(self, prefill: Kind) -> bool:
-        """Whether that one may hand KV over to this one."""
+        """Whether a worker of kind `prefill` may hand KV over to a worker of this kind."""
         return self.set_id == prefill.set_id and not set(self.transports).isdisjoint(prefill.transports)
 
 
@@ -82,14 +82,14 @@ class Fleet:
         self._free: list[int] = []
 
     def add(self, info: WorkerInfo, room: Room) -> int:
-        """Returns its number. It is not usable yet."""
+        """Adds a worker, not usable yet; returns its number."""
         number = heappop(self._free) if self._free else len(self._places)
         self._numbers[info.incarnation] = number
         self._put(number, Kind.of(info), room)
         return number
 
     def change(self, number: int, room: Room, *, usable: bool) -> bool:
-        """As it is now. Returns whether anything changed."""
+        """Updates a worker. Returns whether anything changed."""
         kind, before = self._places[number]
         was_usable = bool(self.usable >> number & 1)
         if room != before:
@@ -100,14 +100,14 @@ class Fleet:
         return room != before or usable is not was_usable
 
     def remove(self, info: WorkerInfo) -> None:
-        """It is gone."""
+        """Removes a worker that is gone."""
         number = self._numbers.pop(info.incarnation)
         self._take(number)
         self.usable &= ~(1 << number)
         heappush(self._free, number)
 
     def number(self, incarnation: Incarnation) -> int | None:
-        """None if it is not here."""
+        """Returns the worker's number; None if the worker is not here."""
         return self._numbers.get(incarnation)
 
     def kind(self, number: int) -> Kind:
@@ -115,7 +115,7 @@ class Fleet:
         return self._places[number][0]
 
     def block_sizes(self) -> set[int]:
-        """Those that are known."""
+        """Block sizes that are known."""
         return {room.block_size for rooms in self.groups.values() for room in rooms if room.block_size}
 
     def _put(self, number: int, kind: Kind, room: Room) -> None:
@@ -134,7 +134,7 @@ class Fleet:
 
 
 class Held(Protocol):
-    """Which workers hold how much of one prompt."""
+    """Which workers hold how much of a prompt."""
 
     def most(self, among: WorkerSet) -> WorkerSet:
         """Who of them seems to hold the most of it, if anybody holds any."""
@@ -145,18 +145,18 @@ class Held(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Candidates:
-    """All that one placement may look at."""
+    """All workers that one placement may look at."""
 
     fleet: Fleet
     view: Callable[[int], WorkerView]
-    """Of a worker by its number, as the request to be placed sees it."""
+    """Returns the view of a worker, by its number, for the request to be placed."""
     held: Held
     burdened: Mapping[Incarnation, int]
-    """Those that have a burden, as their views have it."""
+    """Workers that have a burden, with the burden of their views."""
 
     @classmethod
     def of(cls, views: Sequence[WorkerView]) -> Candidates:
-        """All of these; looks at each."""
+        """Builds candidates of all `views`; looks at each view."""
         fleet = Fleet()
         for each in views:
             fleet.change(fleet.add(each.info, room := room_of(each)), room, usable=each.obstacle is None)
@@ -164,14 +164,14 @@ class Candidates:
         return cls(fleet, views.__getitem__, _HeldInViews(views), burdened)
 
     def numbers(self, incarnations: Iterable[Incarnation]) -> WorkerSet:
-        """Of those that are here."""
+        """Returns the numbers of those incarnations that are here."""
         found: WorkerSet = 0
         for number in map(self.fleet.number, incarnations):
             found |= 0 if number is None else 1 << number
         return found
 
     def views(self, workers: WorkerSet) -> Iterator[WorkerView]:
-        """One by one."""
+        """Yields the workers' views."""
         return map(self.view, members(workers))
 
 
@@ -181,7 +181,7 @@ def candidates_of(workers: Candidates | Sequence[WorkerView]) -> Candidates:
 
 
 class _HeldInViews:
-    """As views say it; each is looked at."""
+    """Holdings as views tell them; every view is looked at."""
 
     def __init__(self, views: Sequence[WorkerView]) -> None:
         self._views = views

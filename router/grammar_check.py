@@ -26,18 +26,18 @@ from tandem.errors import InternalError, InvalidRequest
 from tandem.types import Constraint, Language
 
 MAX_CPU_S = 2
-"""Of one compile."""
+"""Most processor time of a compile."""
 MAX_WALL_S = 20.0
 """Until an answer, if the machine is that busy; the process's own start included."""
 MAX_BYTES = 512 * 1024 * 1024
-"""Of memory, beside the tokenizer."""
+"""Most memory of the process, beside the tokenizer."""
 _MAX_KNOWN = 256
 _NICE = 5
-"""Of the process, so that requests that run go first."""
+"""Niceness of the process, so that running requests go first."""
 
 
 class GrammarCheck:
-    """For one model. Owns its thread and its process."""
+    """Grammar check of a model. Owns its thread and its process."""
 
     def __init__(self, checkpoint: Path) -> None:
         """`checkpoint`: its folder."""
@@ -99,7 +99,7 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 
 def _answer(process: subprocess.Popen[bytes], question: bytes) -> bytes:
-    """One line; empty if it died, or took too long."""
+    """Returns the answer's line; empty if the process died or took too long."""
     if process.stdin is None or process.stdout is None:
         raise InternalError("a process without pipes")
     try:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 _DECAY = 0.95
-"""Weight that a measurement has left after the next one."""
+"""Weight that a measurement has left after the next measurement."""
 
 
 class HandoffTimes:

@@ -66,7 +66,7 @@ class RouterMetrics:
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """One request's figures; seconds as in inference.proto's Timings."""
+    """Figures of a request; seconds as in inference.proto's Timings."""
 
     prompt_tokens: int
     completion_tokens: int

@@ -49,11 +49,11 @@ class Prefix:
         self._hashes[block_size] = hashes[1:]
 
     def hashes(self, block_size: int) -> Sequence[int]:
-        """Of its full blocks; empty if `name_blocks` was not awaited for this size."""
+        """Returns the hashes of the full blocks; empty if `name_blocks` was not awaited for this size."""
         return self._hashes.get(block_size, ())
 
     def most_tokens(self, block_size: int) -> int:
-        """That a cache can spare: one token is always left to compute."""
+        """Most tokens that a cache can spare: a last token is always computed."""
         return (len(self._token_ids) - 1) // block_size * block_size
 
 
@@ -85,18 +85,18 @@ class _Holders:
 
 
 class PrefixIndex:
-    """Of all workers of a router: who holds a block. Kept by the workers' maps."""
+    """Index over all workers of a router: who holds a block. The workers' maps keep the index."""
 
     def __init__(self) -> None:
         self.reported = _Holders()
         self.expected = _Holders()
         self.num_telling = 0
-        """Workers that say what they hold."""
+        """Number of workers that report their holdings."""
         self.due: deque[tuple[float, PrefixMap, Sequence[int]]] = deque()
         """When expectations end, the next ones first."""
 
     def held(self, prefix: Prefix, block_sizes: Collection[int], now_s: float) -> HeldOf:
-        """Who holds how much of this one."""
+        """Returns who holds how much of a prefix."""
         while self.due and self.due[0][0] <= now_s:
             _, of, names = self.due.popleft()
             of.expire(names, now_s)
@@ -145,7 +145,7 @@ class HeldOf:
         return levels
 
     def _end_of(self, hashes: Sequence[int], start: int, holders: WorkerSet) -> int:
-        """Number of the first block after `start` that others hold."""
+        """Returns the number of the first block after `start` that other workers hold."""
         return bisect_left(hashes, True, lo=start + 1, key=lambda name: self._holders(name) != holders)
 
     def _holders(self, name: int) -> WorkerSet:
@@ -153,7 +153,7 @@ class HeldOf:
 
 
 class PrefixMap:
-    """Of one worker, from the start of its stream to the end."""
+    """Map of one worker, from the start of its stream to the end."""
 
     def __init__(self) -> None:
         self.tells = False
@@ -170,7 +170,7 @@ class PrefixMap:
         self._index, self._number = index, number
 
     def leave(self) -> None:
-        """The worker is gone: its number may soon be another one's."""
+        """Ends the map of a worker that is gone: another worker may soon get its number."""
         self.forget()
         self._index = PrefixIndex()
 
@@ -212,13 +212,13 @@ class PrefixMap:
             self._drop(next(iter(self._expected)))
 
     def expire(self, names: Iterable[int], now_s: float) -> None:
-        """Ends what is expected of these blocks no longer."""
+        """Ends expired expectations of these blocks."""
         for name in names:
             if self._expected.get(name, sys.maxsize) <= now_s:
                 self._drop(name)
 
     def _drop(self, name: int) -> None:
-        """Ends an expectation, if there is one."""
+        """Ends an expectation; a no-op without one."""
         if self._expected.pop(name, None) is not None:
             self._index.expected.discard(name, self._number)
 

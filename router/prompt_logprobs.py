@@ -14,7 +14,7 @@ from tandem.types import TokenId, TokenLogprobs
 
 
 class PromptLogprobs:
-    """Of the prompt's tokens from the second on: the first has none."""
+    """Log-probabilities of the prompt's tokens from the second on: the first has none."""
 
     def __init__(self, prompt_token_ids: Sequence[TokenId], num_top: int, vocab_size: int) -> None:
         """`num_top`: how many of the best tokens each may name."""
@@ -59,5 +59,5 @@ class PromptLogprobs:
         return tuple(read)
 
     def drop_unread(self) -> None:
-        """Nobody will read it."""
+        """Drops what is unread: no reader will come."""
         self._unread = []

@@ -21,7 +21,7 @@ class TextPrompt:
 
 @dataclass(frozen=True, slots=True)
 class TokensPrompt:
-    """Token ids, taken as they are."""
+    """Token ids, taken unchanged."""
 
     token_ids: Sequence[int]
 
@@ -50,9 +50,9 @@ class CompletionRequest:
     prompt: Prompt
     sampling: SamplingRequest = field(default_factory=SamplingRequest)
     request_id: str = ""
-    """Empty = one is drawn."""
+    """Id of the request; empty = the router draws an id."""
     model: str = ""
-    """Empty = the one that is served."""
+    """Name of the model; empty = the served model."""
     priority: int = 0
     """Larger goes first while requests wait; fits 32 bits."""
     cache_salt: str = ""
@@ -70,4 +70,4 @@ class Caller:
     peer: str = ""
     """Where the call came from, for logs."""
     max_priority: int | None = None
-    """Of its requests, as its token says; None = that of the router."""
+    """Highest priority of the caller's requests, by its token; None = the router's."""

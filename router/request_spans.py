@@ -32,7 +32,7 @@ _MAX_INT64 = (1 << 63) - 1
 
 
 class RequestSpans:
-    """Begins the trace of each request; without a tracer it begins none."""
+    """Begins the trace of each request; without a tracer, no trace."""
 
     def __init__(self, tracer: Tracer | None, model: str) -> None:
         self._tracer = tracer

@@ -25,7 +25,7 @@ class RetryPolicy:
     """How long a request waits for what, and how often it is tried again."""
 
     max_retries: int = 2
-    """Further pairs tried after the first. Unless it is 0, so are all workers not tried yet."""
+    """Further pairs tried after the first; beyond these, workers that were not tried yet."""
     patience_s: float = 10.0
     """Wait for a pair of workers to be there: as long as a worker takes to be replaced."""
     silence_s: float = 120.0
@@ -37,18 +37,18 @@ class RetryPolicy:
     More than one: prefill gives a token even where no hand-off works. Not much more, but enough that a request
     which ends its workers after a token or two is slowed down."""
     total_s: float = 3600.0
-    """Deadline of a request that brings none, or a later one."""
+    """Deadline of a request that brings none, or a later deadline."""
     backoff_s: float = 0.1
     """Pause before a full worker is asked again, times the number of tries; a tenth of the first pause after losses."""
 
 
 class Retries:
-    """Of one request, since it last made progress."""
+    """Tries of a request since its last progress."""
 
     def __init__(self, policy: RetryPolicy) -> None:
         self._policy = policy
         self.blamed: set[Incarnation] = set()
-        """Workers that failed it: asked again only where there are no others."""
+        """Workers that failed the request: asked again only where no others exist."""
         self._culprits: set[Incarnation] = set()
         """Workers that failed the request on their own, not in a hand-off."""
         self._num_failed = 0
@@ -82,9 +82,9 @@ class Retries:
             self._num_broken += 1
         elif lost:
             self._num_lost += 1
-            return self._policy.max_retries > 0
+            return True
         self._num_failed += 1
-        return self._num_broken <= min(_MAX_REPLAYS_OF_BROKEN, self._policy.max_retries)
+        return self._num_broken <= _MAX_REPLAYS_OF_BROKEN
 
     def pause_s(self, error: TandemError) -> float:
         """Returns how long to wait before the next try, after this failure."""
@@ -98,7 +98,5 @@ class Retries:
         """Whether the pair may do better than all before: if it does not, more are blamed, so that tries end."""
         if not self.are_spent:
             return True
-        if self._policy.max_retries == 0:
-            return False
         incarnations = placement.incarnations
         return self._culprits.isdisjoint(incarnations) and not self.blamed.issuperset(incarnations)

@@ -83,7 +83,7 @@ def _prompt_lengths(fleet: Fleet, decode: Kind, demand: Demand) -> set[int]:
 
 
 def _partner_rooms(fleet: Fleet, decode: Kind) -> Iterable[Room]:
-    """Of all that are registered."""
+    """Yields the rooms of all registered partners."""
     return (room for kind, rooms in fleet.groups.items() if kind.role.prefills and decode.fits(kind) for room in rooms)
 
 

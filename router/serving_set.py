@@ -61,7 +61,7 @@ class ServingSet:
         self._empty_s: float | None = None
         """Since when the current set has no ready seat; None = it has some."""
         self._ahead_s: dict[SetId, float] = {}
-        """Sets that are ahead of the current one, and since when."""
+        """Sets ahead of the current set, with the time since when."""
 
     @property
     def wanted(self) -> SetId | None:

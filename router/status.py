@@ -24,14 +24,14 @@ from tandem.cluster_status import ClusterStatus, WorkerStatus
 from tandem.types import PoolCounts, WorkerLoad
 
 _UNKNOWN_LOAD = WorkerLoad(0, 0, 0, 0, PoolCounts(0, 0, 0, 0, 0, 0, 0, 0), 0, draining=False)
-"""Of a worker that registered and has sent no heartbeat yet."""
+"""Load of a worker that registered and has sent no heartbeat yet."""
 _STATES = {
     Obstacle.STALLED: "stalled",
     Obstacle.DRAINING: "draining",
     Obstacle.NOT_CONNECTED: "unreachable",
     Obstacle.NOT_HEARD: "unreachable",
 }
-"""Each is one of `names.WORKER_STATES`."""
+"""State by obstacle, a value of `names.WORKER_STATES`."""
 FEWEST_ACTIVE = 256
 """Requests that may be under way, however few seats there are."""
 ACTIVE_PER_SEAT = 2

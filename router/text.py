@@ -18,7 +18,7 @@ MAX_PENDING_TOKENS = 32
 _LONGEST_PARTIAL_CHARACTER_TOKENS = 3
 """UTF-8 has up to four bytes, so an incomplete character has at most three."""
 _CONTEXT_TOKENS = 5
-"""Of a prompt: nearly always one with a text is among them."""
+"""Tokens of the prompt's end: nearly always a token with text is among them."""
 _UNDECODABLE = "\ufffd"
 
 
@@ -42,7 +42,7 @@ class WholeTokens:
         """None of a token that is not whole characters, or that there is not."""
 
     def text_of(self, token_id: TokenId) -> str | None:
-        """None if it is not one."""
+        """Returns the text of a token that is whole text; else None."""
         try:
             return self._texts[token_id]
         except KeyError:
@@ -103,7 +103,7 @@ class Detokenizer:
         return text
 
     def _begin_behind(self, token_ids: Sequence[TokenId]) -> None:
-        """Behind those that do not begin or end within a character."""
+        """Begins behind the last token that begins or ends within a character."""
         shown = [each for each in token_ids if each not in self._skipped]
         whole = (shown[start:] for start in range(len(shown)) if _UNDECODABLE not in self._decode(shown[start:]))
         for token_id in next(whole, ()):
@@ -140,7 +140,7 @@ class Detokenizer:
         return last
 
     def _text_after_context(self, token_ids: Sequence[int]) -> str:
-        """What `token_ids` add to the text of the context before them."""
+        """Returns the text that `token_ids` add to the context's text."""
         before = self._decode(self._context)
         whole = self._decode([*self._context, *token_ids])
         return whole[len(before) :] if whole.startswith(before) else self._decode(token_ids)

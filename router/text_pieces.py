@@ -18,7 +18,7 @@ from tokenizers import Tokenizer
 _PIECE_CHARACTERS = 64 * 1024
 _CUT = re.compile(r"[!-~](?= )")
 _SPANNING = re.compile(r"[!-~][ Ġ▁]")
-"""Of a token, as tokenizers write a space."""
+"""A token with a space inside, as tokenizers write a space."""
 _PROBE = (
     "It's 12345 67 o'clock; DON'T  stop: 'l l' ,  , \t x\n\n  if (a != b) { \r\n return 'x' ;  }  THEY'LL 's 't 're "
     "naïve … façade — 東京 2,000.5 % !! a1 1a __ <|a|> </s> [INST] #  ## http://a.b/c?d=e f 🙂 g\n h  "
@@ -27,7 +27,7 @@ _PROBE = (
 
 
 def can_be_cut(tokenizer: Tokenizer) -> bool:
-    """Whether `pieces` may be used with it."""
+    """Whether `pieces` may be used with the tokenizer."""
     if any(token.rstrip for token in tokenizer.get_added_tokens_decoder().values()):  # takes in the space after it
         return False
     if any(_SPANNING.search(token) for token in tokenizer.get_vocab()):

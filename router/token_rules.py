@@ -18,7 +18,7 @@ _BARE: tuple[tuple[TokenLogprobs, ...], FinishReason | None] = ((), None)
 
 @dataclass(frozen=True, slots=True)
 class TokenRules:
-    """For every choice of one request."""
+    """Rules for every choice of a request."""
 
     vocab_size: int
     max_tokens: int
@@ -30,7 +30,7 @@ class TokenRules:
 
     @classmethod
     def of(cls, sampling: SamplingParams, vocab_size: int) -> TokenRules:
-        """Those of a request with `sampling`."""
+        """Returns the rules of a request with `sampling`."""
         has_scores = sampling.beam_width > 0
         return cls(vocab_size, sampling.max_tokens, sampling.end_token_ids, sampling.logprobs, has_scores)
 

@@ -44,7 +44,7 @@ _T = TypeVar("_T")
 
 
 class Tokenization:
-    """One model's tokenizer and chat template. Immutable but for its threads."""
+    """A model's tokenizer and chat template. Immutable but for its threads."""
 
     def __init__(
         self, tokenizer: Tokenizer, chat_template: ChatTemplates | None, ends: frozenset[TokenId] = frozenset()

@@ -18,7 +18,7 @@ from tandem.errors import InvalidRequest, Overloaded, TandemError
 _SWEEP_EVERY_S = 0.25
 """Each looks at every request; workers' heartbeats alone would bring hundreds a second."""
 _MOST_SHARE = 1 / 4
-"""Of all bytes, that one request may have."""
+"""Share of all bytes that a single request may have."""
 
 
 @dataclass(slots=True, eq=False)

@@ -40,12 +40,12 @@ class Witness:
         self._decoded = False
 
     def move(self, assignment: Assignment) -> None:
-        """The request is about to move there from where it runs."""
+        """Notes that the request is about to move to another pair."""
         self._source = self._assignment
         self.begin(assignment)
 
     def move_failed(self) -> None:
-        """The request goes on where it ran before the move."""
+        """Notes that the request stays where it ran before the move."""
         source, self._source = self._source, None
         self.end()
         self._assignment, self._arrived, self._decoded = source, True, True
@@ -59,7 +59,7 @@ class Witness:
             self._kv_arrived(event.seconds)
 
     def finished(self) -> None:
-        """The request has all that it asked for."""
+        """Notes that the request has all that was asked for."""
         if self._arrived and not self._decoded:
             self._decode_went_well()
         self._accuse()

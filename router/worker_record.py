@@ -14,7 +14,7 @@ _REMEMBERED_INCARNATIONS = 64
 
 
 class WorkerRecord:
-    """Of one life of a worker; kept by `Workers`."""
+    """Record of one life of a worker; kept by `Workers`."""
 
     def __init__(self, info: WorkerInfo, now_s: float, owner: str, replaced: tuple[Incarnation, ...]) -> None:
         self.info = info
@@ -22,17 +22,17 @@ class WorkerRecord:
         """In its router's fleet."""
         self.owner = owner
         self.replaced = replaced[-_REMEMBERED_INCARNATIONS:]
-        """Earlier incarnations, that stay out as long as this one is there."""
+        """Earlier incarnations, which stay out as long as this life lasts."""
         self.load: WorkerLoad | None = None
         self.heard_s = now_s
         self.moved_s = now_s
         self.assigned_tokens = 0
-        """Given to it, and not shown by `load`."""
+        """Tokens given to the worker that `load` does not show."""
         self.assigned_seqs = 0
         self.assigned_prompt_tokens = 0
-        """Of these tokens, what it computes itself."""
+        """Tokens among these that the worker computes itself."""
         self.coming_tokens = 0
-        """Of these, what is not there yet, but with the prefill worker: the next heartbeat will not show it either."""
+        """Tokens among these that are still with the prefill worker: the next heartbeat will not show them either."""
         self.coming_seqs = 0
         self.ended_seqs = 0
         """Since `load`, which shows most of them still: not those that began after it."""
@@ -44,22 +44,22 @@ class WorkerRecord:
 
     @property
     def connected(self) -> bool:
-        """Whether this router's stream to it stands."""
+        """Whether this router's stream to the worker is open."""
         return self.link is not None and self.link.connected
 
     @property
     def block_size(self) -> int | None:
-        """Of its pool; None = not known, as before its first heartbeat."""
+        """Block size of the worker's pool; None = unknown, as before the first heartbeat."""
         return None if self.load is None else self.load.pool.block_size or None
 
     @property
     def room(self) -> Room:
-        """How much it holds."""
+        """How much the worker can hold."""
         return Room(self.info.max_sequence_tokens, self.info.pool_tokens, self.block_size or 0, self.info.max_seqs)
 
     @property
     def held(self) -> PrefixMap | None:
-        """What its cache holds; None if it does not say."""
+        """Holdings of the worker's cache; None if the worker does not report them."""
         return self.link.held if self.link is not None and self.link.held.tells else None
 
     def check_claim(self, info: WorkerInfo, owner: str) -> None:
@@ -84,7 +84,7 @@ class WorkerRecord:
         self.moved_s = min(now_s, self.moved_s + seconds)
 
     def obstacle(self) -> Obstacle | None:
-        """Why it takes no new work."""
+        """Reason why the worker takes no new work."""
         if self.link is None:
             return Obstacle.STALLED
         if not self.link.connected:
@@ -101,7 +101,7 @@ class WorkerRecord:
             self.held.expect(prefix.hashes(self.block_size)[likely_tokens // self.block_size :], now_s)
 
     def view(self, now_s: float, ejections: Ejections, prefix: Prefix | None = None) -> WorkerView:
-        """As placement of a request that begins with `prefix` sees it."""
+        """Returns the view for placing a request that begins with `prefix`."""
         reported_tokens = likely_tokens = 0
         if prefix is not None and self.held is not None and self.block_size is not None:
             hashes, most_tokens = prefix.hashes(self.block_size), prefix.most_tokens(self.block_size)

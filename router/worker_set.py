@@ -21,13 +21,13 @@ def members(workers: WorkerSet) -> Iterator[int]:
 
 
 def draw(workers: WorkerSet, at_most: int, rng: Random) -> list[int]:
-    """Some of them, each with equal chance."""
+    """Draws some workers, each with equal chance."""
     size = workers.bit_count()
     return [_nth(workers, each) for each in rng.sample(range(size), min(at_most, size))]
 
 
 def _nth(workers: WorkerSet, index: int) -> int:
-    """Number of the member that `index` others come before, found by halving."""
+    """Returns the number of the member that `index` others precede, found by halving."""
     number, width = 0, workers.bit_length()
     while width > 1:
         half = width // 2

@@ -92,7 +92,7 @@ class Workers:
         self._handoff_times = HandoffTimes()
         self._ejections = Ejections()
         self._links: WeakSet[WorkerLink] = WeakSet()
-        """Also those of lost workers, until their tasks have ended."""
+        """Links, lost workers' included until their tasks have ended."""
         self._changed = asyncio.Event()
 
     async def __aenter__(self) -> Workers:
@@ -159,7 +159,7 @@ class Workers:
 
     @property
     def heartbeat_s(self) -> float:
-        """Shortest time between heartbeats to be asked of one that registers now."""
+        """Shortest time between heartbeats to ask of a worker that registers now."""
         return len(self._records) / _MOST_HEARTBEATS_PER_S
 
     def drain_ordered(self, info: WorkerInfo) -> bool:
@@ -192,7 +192,7 @@ class Workers:
 
     @property
     def num_pairs_set_aside(self) -> int:
-        """Pairs that get no work as long as there are others."""
+        """Number of pairs that get no work as long as others exist."""
         return len(self._ejections.pair_burdens(self._clock.now_s()))
 
     def readiness(self) -> str | None:
@@ -200,7 +200,7 @@ class Workers:
         return None if self.serving.is_overtaken else readiness_of(self.candidates(), self.serving.wanted)
 
     def serve_only_without(self, set_id: SetId) -> bool:
-        """Whether sets of workers are ready, and this one is not."""
+        """Whether sets of workers are ready, and this set is not."""
         return not self.seats.get(set_id) and any(self.seats.values())
 
     def candidates(self, prefix: Prefix | None = None) -> Candidates:
@@ -283,7 +283,7 @@ class Workers:
             self._succeeded(subject)
 
     def decoded(self, decode: WorkerInfo) -> None:
-        """It made tokens of a request."""
+        """Notes that the decode worker made tokens of a request."""
         self._succeeded(decode.incarnation)
 
     def failed(self, worker: WorkerInfo) -> None:
@@ -354,7 +354,7 @@ class Workers:
         self._look_at(record)
 
     def _close(self, record: WorkerRecord, why: str) -> None:
-        """Ends the link, if there is one; its requests are told."""
+        """Closes the link, if any; its requests are notified."""
         if record.link is None:
             return
         _log.warning("worker lost", worker_id=record.info.worker_id, role=record.info.role, why=why)

@@ -39,7 +39,7 @@ class Deadline:
 
     @property
     def passed(self) -> bool:
-        """Whether it lies behind."""
+        """Whether the deadline has passed."""
         return self.at_s is not None and self.clock.now_s() >= self.at_s
 
     def remaining_s(self) -> float | None:

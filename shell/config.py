@@ -73,10 +73,7 @@ class RouterConfig(ProcessConfig):
         text(r"\S{1,256}", "1 to 256 characters without spaces"),
     )
     chat_template: str | None = _model(
-        "chat-template",
-        None,
-        "file with the Jinja template of chats; none: the model's own",
-        none_word="none",
+        "chat-template", None, "file with the Jinja template of chats; none: the model's own", none_word="none"
     )
     model_fingerprint: str | None = _model(
         "model-fingerprint",
@@ -256,7 +253,7 @@ _ALL: tuple[type[Any], ...] = (RouterConfig, PrefillConfig, DecodeConfig, Elasti
 
 
 def add_arguments(parser: argparse.ArgumentParser, cls: type[Any]) -> None:
-    """Adds the options of `cls`, and refuses those that were removed."""
+    """Adds the options of `cls`, and refuses removed options."""
     options.add_arguments(parser, cls, REMOVED)
 
 

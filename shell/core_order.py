@@ -17,7 +17,7 @@ SYSFS = Path("/sys")
 
 @dataclass(frozen=True, slots=True)
 class CoreMap:
-    """Where cores are, as far as it is known."""
+    """Places of cores, as far as the system tells."""
 
     nodes: Mapping[int, int] = field(default_factory=dict)
     """Memory node, by core."""
@@ -37,7 +37,7 @@ def nearest_together(cores: Sequence[int], where: CoreMap) -> tuple[int, ...]:
 
 
 def read_core_map(cores: Sequence[int], sysfs: Path = SYSFS) -> CoreMap:
-    """Of this machine; empty where the system does not say."""
+    """Reads this machine's map; empty where the system does not tell."""
     nodes = {core: node for node, own in memory_nodes(sysfs).items() for core in own}
     siblings = {core: min(own) for core in cores if (own := _cores_in(_siblings_file(core, sysfs)))}
     return CoreMap(nodes, siblings)

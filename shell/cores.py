@@ -18,10 +18,10 @@ SHARED_PREFILL_NICE = 5
 
 @dataclass(frozen=True, slots=True)
 class CoreShare:
-    """What one worker may use."""
+    """Cores of a worker."""
 
     cores: tuple[int, ...]
-    """Cores that it may run on."""
+    """Cores that the worker may run on."""
     threads: int
     """Threads of its engine."""
     nice: int = 0
@@ -29,7 +29,7 @@ class CoreShare:
 
 @dataclass(frozen=True, slots=True)
 class CorePlan:
-    """One share per worker, in order."""
+    """Shares of the workers, in order."""
 
     prefill: tuple[CoreShare, ...]
     decode: tuple[CoreShare, ...]

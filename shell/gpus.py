@@ -19,7 +19,7 @@ from pathlib import Path
 from tandem.errors import ConfigError
 
 OWN_GPU = "cuda:0"
-"""A worker's own GPU, as the worker names it."""
+"""A worker's GPU, as the worker names its own."""
 _TOOL = "nvidia-smi"
 _TOOL_FOLDERS = os.pathsep.join((os.defpath, "/usr/local/nvidia/bin", "/opt/bin"))
 """Where it is found if not on the path: container platforms mount it there."""
@@ -30,26 +30,26 @@ _LINE = re.compile(r"\s*(GPU|MIG) .*\(UUID: ([\w/-]+)\)\s*")
 
 @dataclass(frozen=True, slots=True)
 class DeviceShare:
-    """What one worker computes on."""
+    """Device of a worker."""
 
     device: str
     """Its `--device`."""
     gpus: tuple[str, ...] = ()
     """Those that it sees, its own first; empty = those that this process sees."""
     num_workers: int = 1
-    """Workers on its GPU, this one included."""
+    """Number of workers on the GPU, this worker included."""
 
 
 @dataclass(frozen=True, slots=True)
 class DevicePlan:
-    """One share per worker, in order."""
+    """Device shares of the workers, in order."""
 
     prefill: tuple[DeviceShare, ...]
     decode: tuple[DeviceShare, ...]
 
     @property
     def on_gpus(self) -> bool:
-        """Whether any of them has a GPU."""
+        """Whether any worker has a GPU."""
         return any(share.gpus for share in (*self.prefill, *self.decode))
 
 

@@ -16,12 +16,12 @@ from tandem.types import TokenId
 
 
 def salt_hash(cache_salt: str) -> int:
-    """What the first block has for the block before it."""
+    """Returns the hash that precedes the first block's."""
     return xxhash.xxh3_64_intdigest(cache_salt.encode())
 
 
 def block_hashes(cache_salt: str, token_ids: Sequence[TokenId], block_size: int) -> list[int]:
-    """One for each full block of `block_size` tokens, 64 bits."""
+    """Returns a hash of 64 bits for each full block of `block_size` tokens."""
     return chained_hashes(salt_hash(cache_salt), token_ids, block_size)
 
 

@@ -49,7 +49,7 @@ def show_on_terminal() -> None:
 
 
 def steps(what: str, total: int) -> AbstractContextManager[Step]:
-    """One piece of work of `total` steps."""
+    """Reports a piece of work of `total` steps."""
     return _display(what, total)
 
 

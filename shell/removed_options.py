@@ -33,4 +33,4 @@ REMOVED: Mapping[str, str] = {
     "processes": "say tandem serve --router-processes N",
     "roles": "say --workers N for elastic workers, or --prefill N --decode N for static roles",
 }
-"""By name, without dashes; `.ci/checks/options_page.py` shows them in docs/options.md."""
+"""Advice by name, without dashes; `.ci/checks/options_page.py` shows the table in docs/options.md."""

@@ -186,7 +186,7 @@ class WorkerConfig(ProcessConfig):
 
     @property
     def calls(self) -> tuple[tuple[str, str], ...]:
-        """Whom it calls, by option."""
+        """Addresses that the worker calls, by option."""
         return tuple(("--router", router) for router in self.router)
 
 

@@ -50,7 +50,7 @@ class Sample:
         return (self.arrivals[-1][0] - self.arrivals[0][0]) / rest if rest else None
 
     def meets(self, options: LoadOptions) -> bool:
-        """Whether it succeeded within the SLO."""
+        """Whether the request succeeded within the SLO."""
         itl_s = quantile(sorted(self.itl_s), 0.99) if self.itl_s else 0.0
         return (
             not self.error
@@ -79,7 +79,7 @@ class Distribution:
 
 @dataclass(frozen=True, slots=True)
 class LoadReport:
-    """One load test."""
+    """Result of a load test."""
 
     options: LoadOptions
     model: str
@@ -89,7 +89,7 @@ class LoadReport:
 
     @property
     def succeeded(self) -> tuple[Sample, ...]:
-        """Requests without an error; only these have latencies."""
+        """Requests without an error; no other request has latencies."""
         return tuple(sample for sample in self.samples if not sample.error)
 
     @property

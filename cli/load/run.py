@@ -55,7 +55,7 @@ async def measure(client: AsyncClient, options: LoadOptions, timeout_s: float, c
 
 
 class _Load:
-    """One run: what is sent, and what was seen of it."""
+    """A run: what is sent, and what was seen."""
 
     def __init__(self, client: AsyncClient, clock: Clock, timeout_s: float, answered: Step) -> None:
         self.samples: list[Sample] = []
@@ -65,7 +65,7 @@ class _Load:
         self._timeout_s = timeout_s
 
     async def open_loop(self, planned: Sequence[PlannedRequest]) -> None:
-        """Sends each request at its time, whatever became of the others."""
+        """Sends each request at its time, whatever became of earlier requests."""
         begin_s = self._clock.now_s()
         async with asyncio.TaskGroup() as tasks:
             for request in planned:
@@ -74,7 +74,7 @@ class _Load:
                 tasks.create_task(self.send(request, due_s))
 
     async def closed_loop(self, planned: Sequence[PlannedRequest], concurrency: int) -> None:
-        """`concurrency` callers take requests off one list."""
+        """Runs `concurrency` callers, who take requests off a common list."""
         left = deque(planned)
 
         async def caller() -> None:

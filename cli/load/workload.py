@@ -32,7 +32,7 @@ class LoadOptions:
 
 @dataclass(frozen=True, slots=True)
 class PlannedRequest:
-    """One request of a load test."""
+    """A request of a load test."""
 
     at_s: float
     """Scheduled arrival, from the test's begin; 0 in a closed loop."""
@@ -57,7 +57,7 @@ def plan(
 
 
 def warm_up(options: LoadOptions, planned: Sequence[PlannedRequest]) -> tuple[PlannedRequest, ...]:
-    """As many of `planned` as are to be sent before it counts."""
+    """Returns as many of `planned` as are sent before measuring begins."""
     return tuple(planned[index % len(planned)] for index in range(options.num_warmup))
 
 

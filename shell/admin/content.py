@@ -33,7 +33,7 @@ class WorkerReport:
 
 @dataclass(frozen=True, slots=True)
 class ScrapeTarget:
-    """One admin port, for Prometheus' HTTP service discovery."""
+    """An admin port, for Prometheus' HTTP service discovery."""
 
     address: str
     role: str

@@ -45,7 +45,7 @@ _PAGE = {
 
 
 class Site:
-    """Answers requests from one process's content."""
+    """Answers requests from a process's content."""
 
     def __init__(self, content: AdminContent, listen: str, tokens: Tokens | None) -> None:
         """`listen`: HOST:PORT of the port. Reads the page's files."""

@@ -23,7 +23,7 @@ _METADATA_KEY = "authorization"
 _EXEMPT = (f"/{health.SERVICE_NAME}/",)
 _NOBODY = Identity()
 _IDENTITY: ContextVar[Identity] = ContextVar("identity", default=_NOBODY)
-"""Of each call in its own task: gRPC runs interceptors and handler in one."""
+"""Identity of each call in its own task: gRPC runs interceptors and handler in the same task."""
 
 
 def caller_identity() -> Identity:
@@ -32,7 +32,7 @@ def caller_identity() -> Identity:
 
 
 class TokenGuard(grpc.aio.ServerInterceptor):
-    """Put first among interceptors: it answers instead of the handler."""
+    """First of the interceptors: answers instead of the handler."""
 
     def __init__(self, tokens: Tokens) -> None:
         self._tokens = tokens

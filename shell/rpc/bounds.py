@@ -22,7 +22,7 @@ from tandem.rpc.channel import ChannelOptions
 from tandem.security.tls import HANDSHAKE_TIMEOUT_S
 
 MAX_CONNECTIONS = 4096
-"""Handshakes in progress count; more are closed as they come."""
+"""Most connections, handshakes in progress included; further connections are closed at once."""
 MAX_STREAMS_PER_CONNECTION = 4096
 MAX_METADATA_BYTES = 64 * 1024
 MAX_PENDING_CALLS = 65536
@@ -86,7 +86,7 @@ async def _only(request: bytes) -> AsyncIterator[bytes]:
 
 
 async def _request(context: Context) -> Any:
-    """The one request of a call, as bytes: `CallGuard` decodes it."""
+    """Returns the request of a call, as bytes: `CallGuard` decodes them."""
     try:
         async with asyncio.timeout(TOKENLESS_REQUEST_S):
             raw = await context.read()

@@ -32,7 +32,7 @@ _METHODS: Mapping[str, tuple[Callable[..., bytes], tuple[str, ...]]] = {
 
 
 def add_channelz(server: grpc.aio.Server) -> None:
-    """Serves it there."""
+    """Adds the service to the server."""
     handlers = {name: _handler(name, *method) for name, method in _METHODS.items()}
     server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE_NAME, handlers),))
 

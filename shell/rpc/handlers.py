@@ -20,7 +20,7 @@ Continuation: TypeAlias = "Callable[[grpc.HandlerCallDetails], Awaitable[Handler
 
 
 def behaviour_of(handler: Handler) -> Any:
-    """The one of the handler's four functions that is set."""
+    """Returns the function that the handler has, of the four possible."""
     return handler.unary_unary or handler.unary_stream or handler.stream_unary or handler.stream_stream
 
 

@@ -127,7 +127,7 @@ NO_SUCH_METHOD = refusal(UnsupportedOption("method", "there is no such method he
 
 
 class _Count:
-    """A number, and an event that is set while it is zero."""
+    """A number with an event that is set while the number is zero."""
 
     def __init__(self) -> None:
         self.zero = asyncio.Event()

@@ -43,7 +43,7 @@ class CallObserver(Protocol):
         """A call of `/package.Service/Method` came in."""
 
     def ended(self, method: str, code: str) -> None:
-        """It ended with this status, such as `OK`; once for each `began`."""
+        """Notes the status of a call that ended, such as `OK`; once for each `began`."""
 
 
 class CallObserving(grpc.aio.ServerInterceptor):

@@ -34,7 +34,7 @@ EXIT_BAD_CONFIG = 2
 
 
 class StopSignal:
-    """Tells a process's main that it should stop."""
+    """Tells a process's main function to stop."""
 
     def __init__(self) -> None:
         self.requested = asyncio.Event()
@@ -65,7 +65,7 @@ class StopSignal:
             stopping.cancel()
 
     def deliver(self, signum: signal.Signals) -> None:
-        """Takes one signal."""
+        """Takes a signal."""
         if not self.requested.is_set():
             _log.info("stopping", signal=signum.name)
             self.requested.set()

@@ -46,7 +46,7 @@ class _Pools:
         return _first(lambda pool: pool.FindFileByName(name))
 
     def FindFileContainingSymbol(self, name: str) -> Any:  # noqa: N802
-        """Of methods, too, which pools do not find."""
+        """Finds methods as well, which pools do not find."""
         try:
             return _first(lambda pool: pool.FindFileContainingSymbol(name))
         except KeyError:

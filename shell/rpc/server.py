@@ -43,18 +43,18 @@ _PLAIN = Incoming()
 
 @dataclass(frozen=True, slots=True)
 class Service:
-    """One service to serve: `Service("tandem.v1.X", lambda server: add_XServicer_to_server(x, server))`."""
+    """A service: `Service("tandem.v1.X", lambda server: add_XServicer_to_server(x, server))`."""
 
     name: str
     register: Callable[[grpc.aio.Server], None]
     long_lived: bool = False
     """Whether its streams end only with the peer, so that a drain must not wait for them."""
     writers: tuple[str, ...] = ()
-    """Methods that write their one response themselves and return None."""
+    """Methods that write their response themselves and return None."""
 
 
 class RpcServer:
-    """One listening gRPC server."""
+    """A listening gRPC server."""
 
     def __init__(
         self,

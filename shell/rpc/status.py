@@ -118,6 +118,6 @@ def _to_proto(error: TandemError) -> status_pb2.Status:
 
 
 def _shown(text: str, max_bytes: int) -> str:
-    """Cut, and valid UTF-8: it may repeat what the caller sent."""
+    """Cuts the text to valid UTF-8: the caller may have sent it."""
     raw = text.encode(errors="replace")
     return text if len(raw) <= max_bytes else f"{raw[:max_bytes].decode(errors='ignore')}…"

@@ -21,7 +21,7 @@ class CallMetrics:
         self._in_flight[method] = self._in_flight.get(method, 0) + 1
 
     def ended(self, method: str, code: str) -> None:
-        """It ended with this status, such as `OK`."""
+        """Counts a call that ended with this status, such as `OK`."""
         self._in_flight[method] -= 1
         self._ended.add(1, *_parts(method), code)
 

@@ -90,14 +90,14 @@ class RequestBegan:
 
 @dataclass(frozen=True, slots=True)
 class RequestRefused:
-    """A request was refused before it began: bad input, overload, draining."""
+    """A request was refused before its start: bad input, overload, draining."""
 
     error: TandemError
 
 
 @dataclass(frozen=True, slots=True)
 class Admitted:
-    """The request has a place among those that run."""
+    """The request has a place among the running requests."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,7 +154,7 @@ class RequestEnded:
     num_completion_tokens: int
     """Tokens of all choices together."""
     finish_reasons: tuple[FinishReason, ...] = ()
-    """One per choice, by index."""
+    """Reasons by index, one per choice."""
     error: TandemError | None = None
 
 
@@ -186,7 +186,7 @@ class StepEnded:
     num_prefill_tokens: int
     """Prompt tokens computed in the step, those computed again after a preemption included."""
     num_decode_seqs: int
-    """Sequences that were decoding, one token each."""
+    """Number of sequences that decoded a token each."""
     num_seqs: int
 
 
@@ -205,7 +205,7 @@ class PrefixLookedUp:
 
 @dataclass(frozen=True, slots=True)
 class Started:
-    """The sequence's first computation begins: it no longer queues."""
+    """The sequence's first computation begins; its time in line is over."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -223,9 +223,9 @@ class Transferred:
     """All of the sequence's KV was transferred and verified."""
 
     num_bytes: int
-    """0 at the receiver: the sender counts them."""
+    """Bytes sent; 0 at the receiver, since the sender counts."""
     seconds: float
-    """Sender: the time that it was busy. Receiver: the time since `TransferStarted`."""
+    """Seconds: at the sender, of work; at the receiver, since `TransferStarted`."""
     transport: str | None
     """None at the receiver."""
 
@@ -239,7 +239,7 @@ class Moved:
 
 @dataclass(frozen=True, slots=True)
 class Preempted:
-    """The sequence's blocks were taken; what they held will be computed again."""
+    """The sequence's blocks were taken; their content will be computed again."""
 
 
 @dataclass(frozen=True, slots=True)

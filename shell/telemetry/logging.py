@@ -59,7 +59,7 @@ class _Formatter(logging.Formatter):
     default_msec_format = "%s.%03dZ"
 
     def __init__(self, process_name: str, *, with_messages: bool) -> None:
-        """`with_messages`: whether exceptions not of our own making say what they say."""
+        """`with_messages`: whether foreign exceptions' messages are logged."""
         super().__init__()
         self.converter = time.gmtime
         self._process_name = process_name

@@ -12,7 +12,7 @@ Labels = tuple[str, ...]
 
 
 class Kind(enum.StrEnum):
-    """As Prometheus tells them apart."""
+    """Kinds of metric in Prometheus."""
 
     COUNTER = "counter"
     GAUGE = "gauge"
@@ -41,7 +41,7 @@ class Metric:
     text: str
     on: tuple[Process, ...]
     labels: Mapping[str, Iterable[str]] = field(default_factory=dict)
-    """All values of each, if they are known."""
+    """All values of each label, if known."""
     buckets: tuple[float, ...] = ()
     """Upper bounds, ascending, without infinity."""
 
@@ -70,7 +70,7 @@ class Alias:
     labels: tuple[str, ...] = ()
     """Its names of the metric's labels."""
     label_values: Mapping[str, str] = field(default_factory=dict)
-    """Its words for the metric's label values, where they differ."""
+    """Names of the metric's label values in the alias, where they differ."""
 
 
 def one_two_five(largest: int) -> tuple[float, ...]:

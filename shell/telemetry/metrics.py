@@ -59,7 +59,7 @@ class Counter:
 
 
 class Cells:
-    """One histogram's counts, for one set of label values."""
+    """Counts of a histogram for one set of label values."""
 
     __slots__ = ("_bounds", "_counts", "_exemplars", "_sum")
 
@@ -80,7 +80,7 @@ class Cells:
 
     @property
     def sum(self) -> float:
-        """Of all that was observed."""
+        """Sum of all observations."""
         return self._sum
 
     def cumulative(self, bounds: Iterable[float]) -> Iterator[tuple[float, int]]:
@@ -92,7 +92,7 @@ class Cells:
             yield bound, sum(self._counts[: bisect_left(self._bounds, bound) + 1])
 
     def exemplars(self, bounds: Iterable[float]) -> Iterator[Exemplar | None]:
-        """The latest one in each bucket that `cumulative` tells of."""
+        """Yields the latest exemplar of each bucket, in the order of `cumulative`."""
         above = 0
         for bound in (*bounds, math.inf):
             below, above = above, bisect_left(self._bounds, bound) + 1
@@ -165,7 +165,7 @@ def _views(process: Process, model: str) -> Iterator[_View]:
 
 
 class Metrics(Collector):
-    """Made once per process; listeners take their counters from it."""
+    """Metrics of a process; listeners take their counters from here."""
 
     def __init__(self, process: Process, model: str, worker_id: str = "") -> None:
         self._process = process

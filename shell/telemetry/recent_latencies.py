@@ -42,9 +42,9 @@ class RecentLatencies:
         self._slot_s = slot_s
         self._num_slots = round(window_s / slot_s)
         self._slots: deque[_Slot] = deque(maxlen=self._num_slots)
-        """Ascending by number; those in which nothing happened are left out."""
+        """Slots in ascending order of number, empty slots left out."""
         self._slot_ends_s = -math.inf
-        """Of the latest slot."""
+        """End of the latest slot."""
         self._began_s = clock.now_s()
         self._total_requests = 0
         self._total_tokens = 0
@@ -73,7 +73,7 @@ class RecentLatencies:
         self._placements[reason] += 1
 
     def activity(self) -> RecentActivity:
-        """Of the window, which is shorter while the process is young, and since the start."""
+        """Returns the activity within the window, which is shorter in a young process, and since the start."""
         now_s = self._clock.now_s()
         oldest = int(now_s / self._slot_s) - self._num_slots + 1
         window_s = max(now_s - max(oldest * self._slot_s, self._began_s), 1.0)

@@ -22,7 +22,7 @@ from shell.telemetry.trace_export import HTTP, TraceExport
 _log = get_logger(__name__)
 
 EXPORT_TIMEOUT_S = 3.0
-"""One batch, retries included, unless OTEL_EXPORTER_OTLP_(TRACES_)TIMEOUT says otherwise."""
+"""Timeout of a batch, retries included, unless OTEL_EXPORTER_OTLP_(TRACES_)TIMEOUT is set."""
 BATCH_SPANS = 64
 """Spans encoded at a time, unless OTEL_BSP_MAX_EXPORT_BATCH_SIZE says otherwise.
 
@@ -40,9 +40,9 @@ _EXPORTER_LOGGERS = (
     "opentelemetry.exporter.otlp.proto.http.trace_exporter",
 )
 _NOISY_LOGGERS = (*_EXPORTER_LOGGERS, "opentelemetry.sdk._shared_internal", "opentelemetry.sdk.trace.export")
-"""They log each failed batch and each dropped span."""
+"""Loggers that write a line for each failed batch and each dropped span."""
 _HEADERS_LOGGER = "opentelemetry.util.re"
-"""It quotes what it cannot read of OTEL_EXPORTER_OTLP_HEADERS, which hold keys."""
+"""Logger that quotes malformed parts of OTEL_EXPORTER_OTLP_HEADERS, which hold keys."""
 _USER = re.compile(r"[^\s/@]+@")
 """Before the host of an address: a name, a password."""
 _MAX_ERROR_CHARS = 300
@@ -60,7 +60,7 @@ class _SdkLog(logging.Filter):
 
 
 class _Unquoted(logging.Filter):
-    """Says that a header is malformed, but not what it is."""
+    """Reports that a header is malformed, without the header."""
 
     def filter(self, record: logging.LogRecord) -> bool:
         record.msg, record.args = "OTEL_EXPORTER_OTLP_HEADERS: what is no name=value, URL-encoded, is left out", ()

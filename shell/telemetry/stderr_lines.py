@@ -39,7 +39,7 @@ class LineWriter:
         self._write = write
         self._max_pending_chars = max_pending_chars
         self._pending: deque[str] = deque()
-        """A line stays until it is written."""
+        """Lines that are not written yet."""
         self._pending_chars = 0
         self._changed = threading.Condition()
         self._thread: threading.Thread | None = None
@@ -115,7 +115,7 @@ def write_to_stderr(line: str) -> None:
 
 
 _stderr = LineWriter(write_to_stderr)
-"""One for the process, as its standard error is."""
+"""Writer of the process's standard error."""
 write_line = _stderr.put
 flush_lines = _stderr.flush
 atexit.register(flush_lines)

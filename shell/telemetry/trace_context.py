@@ -39,12 +39,12 @@ def trace_in(context: Context | None = None) -> tuple[str, str] | None:
 
 
 def traceparent_of(span: trace.SpanContext) -> str:
-    """How a span is named to others."""
+    """Returns the name of a span for other processes."""
     return f"00-{span.trace_id:032x}-{span.span_id:016x}-{span.trace_flags:02x}"
 
 
 def trace_id_of(traceparent: str) -> str:
-    """The trace's part of it, for logs; empty if it is none."""
+    """Returns the trace id for logs; empty if `traceparent` is malformed."""
     parts = traceparent.split("-")
     return parts[1] if len(parts) >= 4 else ""
 

@@ -15,9 +15,9 @@ class TraceExport:
 
     wanted: bool
     obstacle: str | None = None
-    """Why it cannot be done."""
+    """Reason why traces cannot be exported."""
     sets_timeout: bool = False
-    """Whether the operator gave one, so that ours does not apply."""
+    """Whether the operator gave a timeout, which replaces Tandem's own."""
     sets_batch_size: bool = False
     protocol: str = GRPC
     foreign_propagators: str = ""

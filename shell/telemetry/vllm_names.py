@@ -11,7 +11,7 @@ from shell.telemetry import metric_names as names
 from shell.telemetry.metric import Alias, one_two_five
 
 ENGINE = "0"
-"""vLLM numbers its engines; a Tandem process is one."""
+"""Engine number of a process: vLLM numbers its engines."""
 
 _TTFT_S = (
     *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0),

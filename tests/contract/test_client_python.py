@@ -13,8 +13,8 @@ from tests.scripts import ROOT
 
 
 def client_files() -> list[Path]:
-    """Modules of the distribution: `tandem/` without its foreign protocols."""
-    return sorted(file for file in (ROOT / "tandem").rglob("*.py") if file.parent.name != "foreign")
+    """Modules of the distribution: `tandem/`."""
+    return sorted((ROOT / "tandem").rglob("*.py"))
 
 
 OLDEST = (3, 10)
@@ -95,3 +95,10 @@ def test_the_package_says_the_same() -> None:
     assert project["requires-python"] == f">={OLDEST[0]}.{OLDEST[1]}"
     assert f"Programming Language :: Python :: {OLDEST[0]}.{OLDEST[1]}" in project["classifiers"]
     assert f"for Python {OLDEST[0]}.{OLDEST[1]} and newer" in (ROOT / "docs/clients.md").read_text()
+
+
+def test_the_server_s_distribution_holds_no_package_below_tandem() -> None:
+    """An editable install would make `tandem` a namespace without modules."""
+    packages = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"]
+
+    assert [name for name in packages if name.split(".")[0] == "tandem"] == []

@@ -25,7 +25,7 @@ LOADS_FOR_EVER = """
 import sys, threading
 from cli.main import main
 import worker.serving.app as app
-def load_engine(options):
+def load_engine(*_):
     print("loading", flush=True)
     threading.Event().wait()
 app.load_engine = load_engine

@@ -19,7 +19,6 @@ from engine.runner import Runner
 from engine.step import Step, StepResult
 from kvtransfer.base import Fingerprints, Offer, PoolMemory
 from kvtransfer.sender import KvSender
-from prefill_worker.outgoing_transfer import OutgoingPolicy
 from prefill_worker.prompt_line import LineLimits
 from prefill_worker.prompts import PromptPolicy
 from prefill_worker.worker import new_prefill_worker
@@ -125,15 +124,14 @@ async def make_rig(engine: Engine) -> AsyncIterator[Callable[..., Rig]]:
     senders: list[KvSender] = []
     rigs: list[tuple[Rig, asyncio.Task[None]]] = []
 
-    def make(transport: str = "auto", *, overlap: bool = True) -> Rig:
+    def make(transport: str = "auto") -> Rig:
         memory = PoolMemory(engine.kv_cache.blocks_view, None, new_incarnation())
         sender = KvSender(memory, Fingerprints(engine.fingerprint, engine.layout), clock, transport)
         senders.append(sender)
         validator = Validator(Limits(), VOCAB_SIZE, engine.model.config.context_tokens)
         counted = CountedEngine(engine)
         parts = WorkerParts(counted, engine.cache, validator, clock, RecordedWorker().events)
-        outgoing = OutgoingPolicy(overlap=overlap)
-        policy = PromptPolicy(LineLimits(8), engine.max_sequence_tokens, CHUNK_TOKENS, outgoing)
+        policy = PromptPolicy(LineLimits(8), engine.max_sequence_tokens, CHUNK_TOKENS)
         worker = new_prefill_worker(parts, sender, policy)
         rigs.append((Rig(worker, counted, RecordingRouter()), asyncio.create_task(worker.run())))
         return rigs[-1][0]
@@ -174,12 +172,11 @@ def computed_directly(engine: Engine, spec: GroupSpec) -> tuple[bytes, dict[int,
     return cache.blocks_view.numpy().tobytes(), tokens
 
 
-@pytest.mark.parametrize("overlap", [True, False])
 @pytest.mark.parametrize("transport", ["shm", "tcp"])
 async def test_received_blocks_equal_a_directly_computed_prompt_byte_for_byte(
-    engine: Engine, target: Target, make_rig: Callable[..., Rig], transport: str, overlap: bool
+    engine: Engine, target: Target, make_rig: Callable[..., Rig], transport: str
 ) -> None:
-    rig = make_rig(transport, overlap=overlap)
+    rig = make_rig(transport)
     for num_tokens in (1, 15, 16, 17, 63, 64, 65, 200):
         spec, landing = spec_of(num_tokens, temperature=1.0), target.reserve(num_tokens)
         handle = rig.prefill(spec, landing.offer)
@@ -293,7 +290,7 @@ async def test_released_at_any_chunk_both_pools_come_back(
 
 
 async def test_released_during_the_transfer_both_pools_come_back(target: Target, make_rig: Callable[..., Rig]) -> None:
-    rig, landing = make_rig(overlap=False), target.reserve(100)
+    rig, landing = make_rig(), target.reserve(100)
     handle = rig.prefill(spec_of(100), landing.offer)
     await rig.router.arrivals.until(lambda: handle in rig.router.first_tokens)
     rig.worker.release(rig.router, handle)

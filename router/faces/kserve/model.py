@@ -8,7 +8,7 @@ from tandem.foreign import kserve_model_config_pb2 as config_pb2
 from tandem.foreign import kserve_pb2 as pb
 
 VERSION = "1"
-"""A router serves one checkpoint; another one is another router."""
+"""Version of the model: a router serves a single checkpoint."""
 PLATFORM = "tandem"
 DEFAULT_OUTPUTS = ("text_output", "finish_reason")
 OUTPUTS: Mapping[str, str] = {

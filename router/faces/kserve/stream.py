@@ -88,7 +88,7 @@ class StreamRoom:
 
 
 class InferStream:
-    """One call; `run` serves the call once."""
+    """A call of ModelStreamInfer; `run` serves the call once."""
 
     def __init__(
         self, model: str, entrance: Entrance, texts: Texts, context: Context, max_request_id_bytes: int

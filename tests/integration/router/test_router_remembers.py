@@ -91,16 +91,6 @@ async def test_a_request_that_breaks_on_two_workers_is_at_fault_itself(cluster: 
     assert [each.set_aside for each in cluster.router.status.cluster().workers] == [""] * 5
 
 
-async def test_without_retries_one_failure_is_the_end(launch: Any, policy: Any) -> None:
-    cluster = await launch(policy=policy(max_retries=0, patience_s=0.2))
-    await add(cluster, Role.PREFILL, 1)
-    (sick,) = await add(cluster, Role.DECODE, 1, Unavailable("no"))
-    (busy,) = await add(cluster, Role.DECODE, 1, queued_prompt_tokens=1000)
-    _, code, _ = await cluster.error_of(cluster.generate(*PROMPT))
-    assert code is grpc.StatusCode.UNAVAILABLE
-    assert (len(sick.specs), len(busy.specs)) == (1, 0)
-
-
 @pytest.mark.parametrize(
     "error", [Unavailable("no", Reason.WORKER_LOST), Unavailable("no"), Overloaded("full"), PeerLost("no")]
 )

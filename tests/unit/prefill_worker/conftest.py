@@ -17,7 +17,6 @@ from engine.step import (
     SampledToken,
 )
 from kvtransfer.base import TransferReport
-from prefill_worker.outgoing_transfer import OutgoingPolicy
 from prefill_worker.prompt_line import LineLimits
 from prefill_worker.prompts import PromptPolicy
 from prefill_worker.worker import new_prefill_worker
@@ -185,9 +184,7 @@ class FakeRouter(RouterPort):
 class Bench:
     """A prefill worker among its fakes. 16 blocks of 4 tokens, 8 tokens a step."""
 
-    def __init__(
-        self, overlap: bool = True, cached: bool = True, host_rows: int = 0, guides: Guides | None = None
-    ) -> None:
+    def __init__(self, cached: bool = True, host_rows: int = 0, guides: Guides | None = None) -> None:
         self.engine = FakeEngine()
         self.sender = FakeSender(self.engine.slots)
         self.router = FakeRouter()
@@ -198,7 +195,7 @@ class Bench:
         self.recorded = RecordedWorker()
         validator = Validator(Limits(), vocab_size=1000, context_tokens=256)
         parts = WorkerParts(self.engine, self.cache, validator, self.clock, self.recorded.events, guides)
-        policy = PromptPolicy(LineLimits(4), 64, chunk_tokens=8, outgoing=OutgoingPolicy(overlap=overlap))
+        policy = PromptPolicy(LineLimits(4), 64, chunk_tokens=8)
         self.worker = new_prefill_worker(parts, self.sender, policy)
         self.running = asyncio.create_task(self.worker.run())
 

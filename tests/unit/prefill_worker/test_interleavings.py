@@ -35,11 +35,11 @@ moves = st.lists(
 
 
 @settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(moves=moves, overlap=st.booleans(), host_rows=st.sampled_from([0, 4, 40]))
+@given(moves=moves, host_rows=st.sampled_from([0, 4, 40]))
 def test_every_prompt_ends_once_and_every_block_comes_back(
-    bench_type: Any, make_spec: Any, moves: list[tuple[str, Any]], overlap: bool, host_rows: int
+    bench_type: Any, make_spec: Any, moves: list[tuple[str, Any]], host_rows: int
 ) -> None:
-    asyncio.run(play(lambda: bench_type(overlap=overlap, host_rows=host_rows), make_spec, moves))
+    asyncio.run(play(lambda: bench_type(host_rows=host_rows), make_spec, moves))
 
 
 class Player:

@@ -73,13 +73,6 @@ async def test_a_block_that_is_not_full_is_not_lent_before_the_end(bench: Any, m
     assert sent == {b"ticket-1": 2, b"ticket-2": 0}
 
 
-async def test_without_overlap_everything_goes_at_the_end(make_bench: Any, make_spec: Any) -> None:
-    bench = make_bench(overlap=False)
-    handle = bench.prefill(1, make_spec(30))
-    await bench.router.hears(lambda: handle in bench.router.handoffs)
-    assert [(first, len(blocks)) for first, blocks in bench.sender.handoffs[0].pushes] == [(0, 8)]
-
-
 async def test_many_prompts_share_steps_and_all_come_back(bench: Any, make_spec: Any) -> None:
     handles = [bench.prefill(n, make_spec(n)) for n in range(1, 20)]
     await bench.router.hears(lambda: len(bench.router.handoffs) == len(handles))

@@ -38,10 +38,6 @@ def test_losses_are_no_tries_and_their_pauses_grow_up_to_the_patience(info: Any)
     assert not scene.retries.are_spent
 
 
-def test_where_nothing_is_to_be_tried_again_a_loss_is_the_end(info: Any) -> None:
-    assert not Scene(info, RetryPolicy(max_retries=0)).fail(LOST, lost=True)
-
-
 def test_tries_are_spent_by_failures_and_only_untried_workers_may_follow(info: Any) -> None:
     scene = Scene(info)
     for number in range(1, 4):
