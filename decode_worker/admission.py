@@ -41,9 +41,9 @@ from worker.request import Request
 
 LOOK_AHEAD = 32
 """Requests in line of which one is looked for that fits: they are looked at in every step."""
-SEATS_AHEAD = 3
-"""Sequences per seat that run, wait to run or are under way: seats stay filled while a hand-off takes up to twice the
-time of decoding."""
+SEATS_AHEAD = 4
+"""Sequences per seat that run, wait to run or are under way: seats stay filled while a hand-off takes up to three times
+the time of decoding."""
 PROMPT_STEPS = 64
 """Steps in which running sequences grow while a prompt for another worker holds its blocks: about a second."""
 STANDSTILL_S = 2.0
