@@ -1,9 +1,7 @@
-"""The roofline's arithmetic: bytes and flops of each kernel and phase as functions of shapes. Pure.
+"""The roofline's arithmetic: bytes and flops of each kernel as functions of shapes. Pure.
 
-A kernel's bytes are all its operands, each moved once. A phase's bytes are weights and KV only: a
-step's activations fit in a cache, so counting them would set the limit too high to be one. A flop
-is an addition or a multiplication; exponentials and square roots count one, masked-out scores none.
-(Williams, Waterman, Patterson: Roofline, 2009.)
+A kernel's bytes are all its operands, each moved once. A flop is an addition or a multiplication; exponentials and
+square roots count one, masked-out scores none. (Williams, Waterman, Patterson: Roofline, 2009.)
 """
 
 from __future__ import annotations
@@ -14,7 +12,6 @@ from dataclasses import dataclass
 import torch
 
 from bench.ceilings import Ceilings
-from models.config import ModelConfig
 
 Lens = Sequence[tuple[int, int]]
 """`(query_len, seq_len)` of each seq."""
@@ -58,9 +55,6 @@ class Cost:
         return self.memory_s(ceilings) >= self.compute_s(ceilings)
 
 
-# Kernels.
-
-
 def linear_cost(tokens: int, in_features: int, out_features: int, dtype: torch.dtype) -> Cost:
     """`[T, in] @ [in, out]`."""
     elements = in_features * out_features + tokens * (in_features + out_features)
@@ -95,49 +89,6 @@ def rotate_and_store_cost(tokens: int, heads: tuple[int, int], head_dim: int, dt
 def silu_mul_cost(tokens: int, intermediate: int, dtype: torch.dtype) -> Cost:
     """Reads gate and up, writes their product."""
     return Cost(3 * tokens * intermediate * dtype.itemsize, 5 * tokens * intermediate, dtype)
-
-
-# Phases.
-
-
-def step_cost(config: ModelConfig, lens: Lens, dtype: torch.dtype) -> Cost:
-    """One step over a ragged batch that samples each seq's last token: linear maps, attention, and the head.
-
-    Of the last layer only KV is needed for all tokens, the rest for the sampled ones alone.
-    """
-    tokens, rows, layers = sum(query_len for query_len, _ in lens), len(lens), config.num_layers
-    hidden, heads = config.hidden_size, (config.num_heads, config.num_kv_heads)
-    query_size, kv_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-    kv_weights, lm_head = 2 * hidden * kv_size, config.vocab_size * hidden
-    read, used = _mlp_weights(config, tokens)
-    weights = kv_weights + 2 * hidden * query_size + used
-    multiplied = tokens * (weights * (layers - 1) + kv_weights) + rows * (weights - kv_weights)
-    sampled = [(1, seq_len) for _, seq_len in lens]
-    attended = [
-        attention_cost(sampled if layer == layers - 1 else lens, heads, config.head_dim, dtype, window)
-        for layer, window in enumerate(config.windows)
-    ]
-    queries = 2 * (tokens * (layers - 1) + rows) * query_size  # q and the result, which stay in the cache
-    kv_bytes = sum(each.num_bytes for each in attended) - queries * dtype.itemsize
-    kv_bytes += 2 * tokens * kv_size * layers * dtype.itemsize  # written, before it is read
-    linear = Cost((weights + read - used) * layers * dtype.itemsize, 2 * multiplied, dtype)
-    attention = Cost(kv_bytes, sum(each.flops for each in attended), dtype)
-    return linear + attention + Cost(lm_head * dtype.itemsize, 2 * rows * lm_head, dtype)
-
-
-def _mlp_weights(config: ModelConfig, tokens: int) -> tuple[int, int]:
-    """Of a layer's MLP, mean over layers: those that `tokens` read, and those that each of them is multiplied by.
-
-    Of experts: as many different ones as routers that choose evenly would name (each layer's own router is trained to).
-    """
-    plain, experts = 3 * config.hidden_size * config.intermediate_size, config.experts
-    if experts is None:
-        return plain, plain
-    share = sum(experts.layers) / len(experts.layers)
-    one = 3 * config.hidden_size * experts.intermediate_size
-    always = (1 - share) * plain + share * 3 * config.hidden_size * (experts.shared_intermediate_size or 0)
-    named = experts.num_experts * (1 - (1 - experts.num_active / experts.num_experts) ** tokens)
-    return int(always + share * named * one), int(always + share * experts.num_active * one)
 
 
 def _visible_keys(query_len: int, seq_len: int, window: int | None) -> int:

@@ -2,9 +2,8 @@
 
 A receiving process of its own, a sending pool here. In each round, in turn: a hand-off of a fixed number of bytes per
 transport and block size, with checksums on both sides, from `open` to COMMITTED over an open connection; the same bytes
-by a plain copy and by a raw socket, each without checksums and with them on both sides; and what a hand-off
-costs that moves one block, or none. Ratios are medians of the rounds' own ratios. With `--tls DIR`, tcp is
-inside mutual TLS.
+by a plain copy and by a raw socket, without checksums; and what a hand-off costs that moves one block, or none. Ratios
+are medians of the rounds' own ratios. With `--tls DIR`, tcp is inside mutual TLS.
 """
 
 from __future__ import annotations
@@ -32,8 +31,6 @@ FIXED_PER_ROUND = 5
 """Hand-offs of one block, and of none, in each round."""
 PLAIN_COPY = "plain copy"
 RAW_SOCKET = "raw socket"
-HASHED = " + xxh3 on both sides"
-"""The same with what verification needs at least."""
 CEILINGS = {SHM: PLAIN_COPY, CUDA_IPC: PLAIN_COPY, TCP: RAW_SOCKET, NIXL: RAW_SOCKET}
 """What each transport is held against."""
 
@@ -81,7 +78,7 @@ class _Size:
         self._pairs = [Pair(spec, memory) for spec in specs]
         pool = memory.device
         self._copies = CopyCeiling(memory.blocks.numpy()) if pool is None else DeviceCopyCeiling(pool.blocks)
-        self._socket = SocketCeiling(num_blocks, block_bytes)
+        self._socket = SocketCeiling(num_blocks * block_bytes)
         self._seconds: dict[str, list[float]] = {}
         self._connect_s: dict[str, float] = {}
 
@@ -110,25 +107,17 @@ class _Size:
         """Ends all other processes."""
         for pair in self._pairs:
             await pair.stop()
-        self._copies.stop()
         self._socket.stop()
 
     def ceilings(self) -> list[Measurement]:
-        """Of this size; those that hash have the share of the plain one, which no transport can surpass by much."""
+        """Of this size."""
         return [self._ceiling(name) for name in self._ceilings()]
 
     def _ceilings(self) -> dict[str, Callable[[], float]]:
-        return {
-            PLAIN_COPY: self._copies.plain,
-            PLAIN_COPY + HASHED: self._copies.with_checksums,
-            RAW_SOCKET: self._socket.move,
-            RAW_SOCKET + HASHED: self._socket.with_checksums,
-        }
+        return {PLAIN_COPY: self._copies.move, RAW_SOCKET: self._socket.move}
 
     def _ceiling(self, name: str) -> Measurement:
-        plain = name.removesuffix(HASHED)
-        ratio = None if plain == name else self._ratio(plain, name)
-        return _measurement(name, self._block_bytes, self._num_bytes, self._seconds[name], of_ceiling=ratio)
+        return _measurement(name, self._block_bytes, self._num_bytes, self._seconds[name])
 
     def _ratio(self, ceiling: str, name: str) -> float:
         pairs = zip(self._seconds[ceiling], self._seconds[name], strict=True)

@@ -31,8 +31,7 @@ from bench.walk_windows import ROUTER, Files, Process, Spans, way_in, way_out
 from tandem.client import AsyncClient
 
 MODEL = "demo"
-COUNTED = ("router/", "prefill_worker/", "decode_worker/", "worker/", "tandem/rpc/")
-"""`tandem/rpc/` holds, or held, the worker's end of the stream to its routers."""
+COUNTED = ("router/", "prefill_worker/", "decode_worker/", "worker/")
 _TELEMETRY = (
     "shell/telemetry/",
     "router/metrics.py",
@@ -40,7 +39,6 @@ _TELEMETRY = (
     "worker/serving/metrics.py",
     "worker/serving/spans.py",
 )
-"""Observers, which lay in `shell/telemetry/` all together at first."""
 _PREFILL, _DECODE = "prefill_worker", "decode_worker"
 _READY_S = 60.0
 _STOP_S = 60.0

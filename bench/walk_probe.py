@@ -25,8 +25,8 @@ import tandem
 
 ROOT = Path(tandem.__file__).resolve().parents[1]
 HOLD_S = 0.02
-STEP_BEGINS = frozenset({"Runner.step", "Runner.launch"})
-"""Functions of the engine thread that begin a step."""
+STEP_BEGINS = "Runner.launch"
+"""The function of the engine thread that begins a step."""
 _CONSTRUCTORS = frozenset({"__init__", "__new__", "__post_init__"})
 _QUESTIONS = frozenset({"__len__", "__contains__", "__iter__", "__bool__", "__getitem__", "__eq__", "__hash__"})
 _LEFT_OUT = ("bench", "tests", ".venv")
@@ -138,7 +138,7 @@ class Probe:
         if index is not None:
             now_ns = time.monotonic_ns()
             self.trace.events.append(Event(now_ns, self._thread(), index, event == "call", frame.f_lasti))
-            if event == "call" and code.co_qualname in STEP_BEGINS:
+            if event == "call" and code.co_qualname == STEP_BEGINS:
                 time.sleep(HOLD_S)
 
     def _index_of(self, frame: FrameType) -> int | None:

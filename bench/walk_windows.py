@@ -32,12 +32,11 @@ Files = dict[str, list[str]]
 ROUTER = "router"
 _FIRST = "Servicer.Generate"
 _ENGINE = ("EngineThread.", "Runner.")
-_STEP_ENDS = ("Runner.collect", "Runner.step")
-"""The first of them that is there."""
+_STEP_ENDS = "Runner.collect"
 _CODE_UNIT_BYTES = 2
 """A coroutine that stands still is resumed at the instruction after the one at which it is suspended."""
-_HANDS_OVER = frozenset({"RouterSession.deltas", "RouterSession.token"})
-"""Tokens go to the stream of their router: all of a step, or one by one."""
+_HANDS_OVER = frozenset({"RouterSession.tokens", "RouterSession.token"})
+"""Tokens go to the stream of their router: all bare ones of a step, or one by one."""
 _MOST = 0.75
 """Of all windows: two processes do not take turns in the same way each time."""
 _REST_NS = round(HOLD_S / 2 * 1e9)
@@ -186,11 +185,10 @@ def _is_engine(function: Function) -> bool:
 
 
 def _step_ends_ns(process: Process) -> list[int]:
-    for name in _STEP_ENDS:
-        found = sorted(each.left_ns for each in process.calls if each.function.name == name)
-        if found:
-            return found
-    raise WalkError(f"none of {', '.join(_STEP_ENDS)} ran")
+    found = sorted(each.left_ns for each in process.calls if each.function.name == _STEP_ENDS)
+    if not found:
+        raise WalkError(f"{_STEP_ENDS} did not run")
+    return found
 
 
 def _files(windows: Sequence[set[Function]]) -> Files:

@@ -6,11 +6,12 @@ say). Tests take their names from `EVERY`: one that cannot run here is skipped a
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import mmap
 import os
 import secrets
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
@@ -21,6 +22,7 @@ import torch
 from kvtransfer import nixl_agent
 from kvtransfer.base import Fingerprints, PoolMemory
 from kvtransfer.rows import Rows
+from tandem.errors import TransferError
 from tandem.kv_layout import DType, KvLayout
 from tandem.types import BlockId, Incarnation
 from tests import nixl_param
@@ -70,26 +72,54 @@ class SharedPool:
 
 
 class CopiedStaging:
-    """A pool beside the rows that its blocks pass through."""
+    """A pool beside the rows that its blocks pass through; a copy waits for its gate, and may break."""
 
     def __init__(self, blocks: torch.Tensor) -> None:
         self.num_blocks = len(blocks)
         self._blocks = Rows(blocks.numpy())
+        self.begun, self.gate = asyncio.Event(), asyncio.Event()
+        self.gate.set()
+        self.error: TransferError | None = None
+        self.on_copied: Callable[[], None] = _is_ready
 
     async def copy_out(self, block_ids: Sequence[BlockId], into: Rows, rows: Sequence[int]) -> None:
-        self._blocks.copy_to(into, block_ids, rows)
+        await self._to_the_end(self._copy(self._blocks, tuple(block_ids), into, tuple(rows)))
 
     async def copy_in(self, source: Rows, rows: Sequence[int], block_ids: Sequence[BlockId]) -> None:
-        source.copy_to(self._blocks, rows, block_ids)
+        await self._to_the_end(self._copy(source, tuple(rows), self._blocks, tuple(block_ids)))
+
+    async def _copy(self, source: Rows, sources: Sequence[int], target: Rows, targets: Sequence[int]) -> None:
+        self.begun.set()
+        await self.gate.wait()
+        if self.error is not None:
+            raise self.error
+        source.copy_to(target, sources, targets)
+        self.on_copied()
+
+    @staticmethod
+    async def _to_the_end(work: Coroutine[Any, Any, None]) -> None:
+        """A caller that is cancelled is so after the copy."""
+        copy, cancelled = asyncio.ensure_future(work), False
+        while not copy.done():
+            try:
+                await asyncio.wait({copy})
+            except asyncio.CancelledError:
+                cancelled = True
+        if cancelled:
+            raise asyncio.CancelledError
+        copy.result()
 
 
 class StagedPool:
     """In this process's own memory, behind a ring in a memfd."""
 
-    def __init__(self, num_blocks: int = NUM_BLOCKS, block_bytes: int = LAYOUT.block_bytes) -> None:
-        self._ring = SharedPool(RING_ROWS, block_bytes)
+    def __init__(
+        self, num_blocks: int = NUM_BLOCKS, block_bytes: int = LAYOUT.block_bytes, ring_rows: int = RING_ROWS
+    ) -> None:
+        self._ring = SharedPool(ring_rows, block_bytes)
         self.blocks = torch.randint(0, 256, (num_blocks, block_bytes), dtype=torch.uint8)
-        self.memory = replace(self._ring.memory, staging=CopiedStaging(self.blocks))
+        self.staging = CopiedStaging(self.blocks)
+        self.memory = replace(self._ring.memory, staging=self.staging)
 
     def close(self) -> None:
         del self.memory
@@ -165,8 +195,6 @@ USABLE = tuple(name for name, way in WAYS.items() if way.why_not is None)
 USABLE_AND_RINGS = (*USABLE, *(name for name, way in RINGS.items() if way.why_not is None))
 PEER_WRITES = _listed({name: way for name, way in WAYS.items() if way.peer_writes})
 """Those whose sender writes into the pool by itself."""
-STAGED = _listed({name: way for name, way in WAYS.items() if way.staged})
-"""Those that move rows of host memory."""
 
 
 def make_pool(transport: str, *args: int) -> TestPool:

@@ -31,13 +31,11 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import torch
 import uvloop
 
-from bench.ceilings import Ceilings, measure_ceilings
 from bench.peers.burst import Burst, BurstShape, burst_shape, measure_burst
 from bench.peers.contenders import CONTENDERS, OURS, PLAIN, QUANTIZED, TRANSFORMERS, Contender, Environments
-from bench.peers.documents import Roof, decode_documents, prefill_documents, served_documents, step_documents
+from bench.peers.documents import prefill_documents, served_documents, step_documents
 from bench.peers.engines import (
     QUANTIZED_WORKLOADS,
     WORKLOADS,
@@ -64,11 +62,9 @@ from bench.support.checkpoints import PEER_SHAPES, PeerShape, write_checkpoint
 from bench.support.machine import cpu_tier, write_record
 from bench.support.streams import StreamClient
 from kernels.cpu.tiers import TIERS
-from models.config import load_model_config
 from shell.cores import usable_cores
 
 PARTS = ("engines", "quantized", "served")
-_CEILINGS_BUDGET_S = 0.3
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,8 +121,6 @@ class Comparison:
     def __init__(self, plan: Plan, model: Path) -> None:
         self._plan = plan
         self._model = model
-        self._ceilings: list[Ceilings] = []
-        """What the machine could do before each round."""
         self._facts: dict[str, dict[str, str]] = {}
         self._not_measured: dict[str, str] = {}
 
@@ -140,16 +134,14 @@ class Comparison:
         if "quantized" in self._plan.parts:
             self._run_engines(QUANTIZED, QUANTIZED_WORKLOADS, quantized)
         served, burst = uvloop.run(self._run_servers())
-        roof = Roof(self._ceilings, load_model_config(self._model), torch.bfloat16)
         agreements = {name: agreement(plain, OURS, name) for name in self._facts if name != OURS}
         return {
             "settings": self._plan.settings(),
             "engines": self._facts,
             "not_measured": self._not_measured,
             "first_tokens_equal": {name: share for name, share in agreements.items() if share is not None},
-            "ceilings": [asdict(each) for each in self._ceilings],
-            "decode": decode_documents(WORKLOADS, plain, roof) if plain else [],
-            "prefill": prefill_documents(WORKLOADS, plain, roof) if plain else [],
+            "decode": step_documents(WORKLOADS, plain) if plain else [],
+            "prefill": prefill_documents(WORKLOADS, plain) if plain else [],
             "quantized": step_documents(QUANTIZED_WORKLOADS, quantized) if quantized else [],
             "served": served_documents(served),
             "interference": {name: each.document() for name, each in burst.items()},
@@ -170,8 +162,6 @@ class Comparison:
 
             for number in range(self._plan.rounds):
                 _say(f"{', '.join(each.name for each in running)}: round {number + 1} of {self._plan.rounds}")
-                device, threads = torch.device("cpu"), len(self._plan.cores)
-                self._ceilings.append(measure_ceilings(device, threads, _CEILINGS_BUDGET_S))
                 run_round(running, self._plan.shortened(workloads), number, results, lose)
 
     def _write_gguf_files(self, names: Sequence[str]) -> None:

@@ -18,7 +18,6 @@ from typing import Any
 
 from kvtransfer import link as link_module
 from kvtransfer import receiver as receiver_module
-from kvtransfer.base import BlockRef
 from kvtransfer.handoff import OutgoingHandoff
 from kvtransfer.receiver import KvReceiver
 from kvtransfer.sender import KvSender
@@ -29,6 +28,7 @@ from kvtransfer.wire import readable
 from shell.clock import MonotonicClock
 from tandem.errors import TransferError
 from tandem.types import BlockId
+from tests.kv_ends import Recorder, refs_of
 from tests.transports import PRINTS, make_pool, transport_of
 
 PATIENCE_S = 60.0
@@ -138,28 +138,17 @@ async def _commit(handoff: Any, stand: Stand) -> None:
     await committing
 
 
-class _Listener:
-    """Writes down what it is told."""
+class _Listener(Recorder):
+    """Stands still when the ticket is shown, and at the commit."""
 
     def __init__(self, stand: Stand) -> None:
+        super().__init__()
         self._stand = stand
-        self.calls: list[str] = []
-        self.committed = asyncio.Event()
 
-    def on_receiving(self) -> None:
-        self.calls.append("receiving")
-        self._stand.at("shown")
-
-    def on_committed(self, first_token_payload: bytes) -> None:
-        self.calls.append("committed")
-        self._stand.at("committing")
-        self.committed.set()
-
-    def on_failed(self, error: TransferError) -> None:
-        self.calls.append("failed")
-
-    def on_writer_stopped(self) -> None:
-        self.calls.append("writer_stopped")
+    def _add(self, call: str) -> None:
+        super()._add(call)
+        if (point := {"receiving": "shown", "committed": "committing"}.get(call)) is not None:
+            self._stand.at(point)
 
 
 async def _receive(pipe: Pipe, transport: str, stand: Stand, timing: Timing) -> None:
@@ -174,9 +163,9 @@ async def _receive(pipe: Pipe, transport: str, stand: Stand, timing: Timing) -> 
     receiver = KvReceiver(pool.memory, PRINTS, MonotonicClock(), (transport_of(transport),), "127.0.0.1", timing=timing)
     await receiver.start()
     listener = _Listener(stand)
-    pipe.send(receiver.offer(tuple(BlockRef(block, 7) for block in TARGETS), listener, PATIENCE_S))
+    pipe.send(receiver.offer(refs_of(TARGETS), listener, PATIENCE_S))
     if stand._point == "committed":
-        await listener.committed.wait()
+        await listener.until("committed")
         await heard(pipe)  # the sender has heard of it
         stand.at("committed")
     await heard(pipe)

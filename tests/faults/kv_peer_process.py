@@ -22,9 +22,9 @@ from kvtransfer.receiver import KvReceiver
 from kvtransfer.sender import KvSender
 from kvtransfer.timing import Timing
 from shell.clock import MonotonicClock
-from tandem.errors import TransferError
 from tandem.types import BlockId
 from tests.faults.kv_peer import FILL, PATIENCE_S, TARGETS, Forked, heard
+from tests.kv_ends import Recorder, refs_of
 from tests.transports import PRINTS, make_pool
 
 HALF = PRINTS.layout.block_bytes // 2
@@ -32,21 +32,16 @@ PATIENT = Timing(lease_s=60.0, reply_s=60.0, stop_s=0.5)
 """Neither side notices a silence: what else ends a hand-off is seen as such."""
 
 
-class _Listener:
+class _Listener(Recorder):
+    """Says each call."""
+
     def __init__(self, pipe: Pipe) -> None:
+        super().__init__()
         self._pipe = pipe
 
-    def on_receiving(self) -> None:
-        self._pipe.send("receiving")
-
-    def on_committed(self, first_token_payload: bytes) -> None:
-        self._pipe.send(f"committed {first_token_payload.hex()}")
-
-    def on_failed(self, error: TransferError) -> None:
-        self._pipe.send(f"failed {error}")
-
-    def on_writer_stopped(self) -> None:
-        self._pipe.send("writer_stopped")
+    def _add(self, call: str) -> None:
+        super()._add(call)
+        self._pipe.send(f"committed {self.payload.hex()}" if self.payload is not None else call)
 
 
 class _HalfLane:
@@ -105,7 +100,7 @@ async def _receive(pipe: Pipe, transport: str) -> None:
     pool = make_pool(transport)
     receiver = KvReceiver(pool.memory, PRINTS, MonotonicClock(), (transport,), "127.0.0.1", timing=PATIENT)
     await receiver.start()
-    offer = receiver.offer(tuple(BlockRef(block, 7) for block in TARGETS), _Listener(pipe), PATIENCE_S)
+    offer = receiver.offer(refs_of(TARGETS), _Listener(pipe), PATIENCE_S)
     pipe.send((offer.ticket, offer.endpoint))
     await heard(pipe)
     await receiver.stop()

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import signal
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from multiprocessing.connection import Connection as Pipe
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from kvtransfer.base import BlockRef, Offer
+from kvtransfer.base import Offer
 from kvtransfer.receiver import KvReceiver
 from kvtransfer.sender import KvSender
 from kvtransfer.timing import Timing
@@ -23,7 +24,7 @@ from tests import held
 from tests.faults import kv_peer
 from tests.faults.kv_peer import FILL, PATIENCE_S, Forked, heard
 from tests.faults.leases import Leases
-from tests.faults.test_kv_fault_matrix import FAILED, Listener
+from tests.kv_ends import FAILED, RECEIVED, Recorder, push_and_commit, refs_of, until
 from tests.standins.build import obstacle
 from tests.standins.cuda import StandInCuda, fresh, standin
 from tests.transports import PRINTS, TestPool, make_pool
@@ -75,22 +76,25 @@ class Scene:
 
     pool: TestPool
     receiver: KvReceiver
-    listener: Listener
+    listener: Recorder
     peer: SendingPeer
     offer: Offer
 
     async def half_written(self) -> None:
-        await until(lambda: self.pool.blocks[TARGET, 0] == FILL)
+        await until(lambda: self.pool.blocks[TARGET, 0] == FILL, PATIENCE_S)
         assert self.pool.blocks[TARGET, LAST_BYTE] == 0
+
+    async def is_served(self, offer: Offer) -> None:
+        """A sender here hands block 5 over."""
+        source = make_pool(TRANSPORT)
+        sender = KvSender(source.memory, PRINTS, MonotonicClock(), TRANSPORT, timing=PATIENT)
+        await push_and_commit(await sender.open(offer.ticket, offer.endpoint, PATIENCE_S), (5,))
+        assert self.pool.blocks[TARGET].equal(source.blocks[5])
+        await sender.stop()
+        source.close()
 
     def quarantined(self) -> bool:
         return self.listener.calls == FAILED[:2] and self.receiver.num_live == 1
-
-
-async def until(condition: Callable[[], object]) -> None:
-    async with asyncio.timeout(PATIENCE_S):
-        while not condition():  # noqa: ASYNC110 - nobody is told of what another process copies
-            await asyncio.sleep(0.005)
 
 
 @pytest.fixture
@@ -103,28 +107,20 @@ async def cuda() -> AsyncIterator[StandInCuda]:
 
 
 @pytest.fixture
-def hold(tmp_path: Path) -> Path:
+def hold(tmp_path: Path) -> Any:
     (path := tmp_path / "hold").touch()
     return path
 
 
-def release(hold: Path) -> None:
-    """Copies go on."""
-    hold.unlink()
-
-
 @asynccontextmanager
 async def sending(**settings: object) -> AsyncIterator[Scene]:
-    pool, listener, peer = (
-        make_pool(TRANSPORT),
-        Listener(),
-        SendingPeer({name: str(value) for name, value in settings.items()}),
-    )
+    pool, listener = make_pool(TRANSPORT), Recorder(patience_s=PATIENCE_S)
+    peer = SendingPeer({name: str(value) for name, value in settings.items()})
     pool.blocks.zero_()
     receiver = KvReceiver(pool.memory, PRINTS, MonotonicClock(), (TRANSPORT,), "127.0.0.1", timing=PATIENT)
     await receiver.start()
     try:
-        offer = receiver.offer((BlockRef(TARGET, 7),), listener, PATIENCE_S)
+        offer = receiver.offer(refs_of((TARGET,)), listener, PATIENCE_S)
         peer.tell(offer.ticket, offer.endpoint)
         yield Scene(pool, receiver, listener, peer, offer)
     finally:
@@ -134,31 +130,23 @@ async def sending(**settings: object) -> AsyncIterator[Scene]:
 
 
 @pytest.mark.usefixtures("cuda")
-async def test_a_sender_killed_in_the_middle_of_a_copy_frees_the_block_for_the_next(hold: Path) -> None:
+async def test_a_sender_killed_in_the_middle_of_a_copy_frees_the_block_for_the_next(hold: Any) -> None:
     async with sending(HOLD=hold) as scene:
         await scene.half_written()
         scene.peer.signal(signal.SIGKILL)
         await scene.listener.until("writer_stopped")
         assert scene.listener.calls == FAILED
         assert scene.pool.blocks[TARGET, LAST_BYTE] == 0
-        source, later = make_pool(TRANSPORT), Listener()
-        sender = KvSender(source.memory, PRINTS, MonotonicClock(), TRANSPORT, timing=PATIENT)
-        offer = scene.receiver.offer((BlockRef(TARGET, 8),), later, PATIENCE_S)
-        handoff = await sender.open(offer.ticket, offer.endpoint, PATIENCE_S)
-        await handoff.push(0, (BlockId(5),))
-        await handoff.commit(b"")
-        assert scene.pool.blocks[TARGET].equal(source.blocks[5])
-        await sender.stop()
-        source.close()
+        await scene.is_served(scene.receiver.offer(refs_of((TARGET,), 8), Recorder(), PATIENCE_S))
 
 
 @pytest.mark.usefixtures("cuda")
-async def test_blocks_withdrawn_in_the_middle_of_a_copy_wait_for_its_end(hold: Path) -> None:
+async def test_blocks_withdrawn_in_the_middle_of_a_copy_wait_for_its_end(hold: Any) -> None:
     async with sending(HOLD=hold) as scene:
         await scene.half_written()
         scene.receiver.withdraw(scene.offer.transfer_id)
         assert scene.quarantined()
-        release(hold)
+        hold.unlink()
         word, error = await scene.peer.hear()
         assert (word, bool(error)) == ("ended", True)
         await scene.listener.until("writer_stopped")
@@ -168,7 +156,7 @@ async def test_blocks_withdrawn_in_the_middle_of_a_copy_wait_for_its_end(hold: P
 @pytest.mark.usefixtures("cuda")
 @pytest.mark.parametrize("wakes", [True, False])
 async def test_a_sender_that_stands_still_in_a_copy_keeps_the_block_until_it_lets_go_or_dies(
-    hold: Path, wakes: bool, leases: Leases
+    hold: Any, wakes: bool, leases: Leases
 ) -> None:
     async with sending(HOLD=hold) as scene:
         await scene.half_written()
@@ -176,7 +164,7 @@ async def test_a_sender_that_stands_still_in_a_copy_keeps_the_block_until_it_let
         leases.shorten()
         await scene.listener.until("failed")
         assert scene.quarantined()
-        release(hold)
+        hold.unlink()
         scene.peer.signal(signal.SIGCONT if wakes else signal.SIGKILL)
         await scene.listener.until("writer_stopped")
         assert scene.listener.calls == FAILED
@@ -202,11 +190,5 @@ async def test_a_process_without_descriptors_left_is_refused_and_harms_nobody() 
         with pytest.raises(EOFError):  # the forced transport's refusal ends the process
             await scene.peer.hear()
         assert scene.listener.calls == []
-        source = make_pool(TRANSPORT)
-        sender = KvSender(source.memory, PRINTS, MonotonicClock(), TRANSPORT, timing=PATIENT)
-        handoff = await sender.open(scene.offer.ticket, scene.offer.endpoint, PATIENCE_S)
-        await handoff.push(0, (BlockId(5),))
-        await handoff.commit(b"")
-        assert scene.listener.calls == ["receiving", "committed"]
-        await sender.stop()
-        source.close()
+        await scene.is_served(scene.offer)
+        assert scene.listener.calls == RECEIVED

@@ -6,110 +6,50 @@ import asyncio
 import signal
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
 
 import pytest
-import torch
 
-from kvtransfer.base import BlockRef, Handoff, Offer
-from kvtransfer.receiver import KvReceiver
-from kvtransfer.sender import KvSender
+from kvtransfer.base import Offer
 from kvtransfer.timing import Timing
 from shell.clock import MonotonicClock
 from tandem.errors import TransferError
-from tandem.types import BlockId
 from tests import held
 from tests.faults.kv_peer import FILL, PATIENCE_S, PAYLOAD, RECEIVER_POINTS, SENDER_POINTS, TARGETS, Peer, peers
 from tests.faults.leases import Leases, Lively
-from tests.transports import EVERY_AND_RINGS, PRINTS, TestPool, make_pool, transport_of, way_of
+from tests.kv_ends import FAILED, RECEIVED, Pair, Recorder, ends, push_and_commit
+from tests.transports import EVERY_AND_RINGS, TestPool, make_pool, transport_of, way_of
 
 DYING = Timing(lease_s=30.0, reply_s=30.0, stop_s=1.0)
 """No silence is noticed: a death is seen as such."""
 HOME = Lively(lease_s=10.0, reply_s=30.0, stop_s=1.0)
 """Where leases are shortened once every peer stands still; who dials one that stands waits for a whole lease."""
 NUM_BLOCKS = 32
-BESIDE = (BlockId(30), BlockId(31))
+BESIDE = (30, 31)
 """Blocks of the hand-off that nothing happens to."""
 AFTER_COMMIT = ("committing", "committed")
-FAILED = ["receiving", "failed", "writer_stopped"]
 
 
-@dataclass
-class Listener:
-    """Writes down what it is told."""
-
-    calls: list[str] = field(default_factory=list)
-    _changed: asyncio.Event = field(default_factory=asyncio.Event)
-
-    def on_receiving(self) -> None:
-        self._add("receiving")
-
-    def on_committed(self, first_token_payload: bytes) -> None:
-        self._add("committed")
-
-    def on_failed(self, error: TransferError) -> None:
-        self._add("failed")
-
-    def on_writer_stopped(self) -> None:
-        self._add("writer_stopped")
-
-    async def until(self, call: str) -> None:
-        async with asyncio.timeout(PATIENCE_S):
-            while call not in self.calls:
-                self._changed.clear()
-                await self._changed.wait()
-
-    def _add(self, call: str) -> None:
-        self.calls.append(call)
-        self._changed.set()
-
-
-@dataclass
-class Home:
-    """Both sides in this process; peers are on the other end of either."""
-
-    pool: TestPool
-    source: TestPool
-    receiver: KvReceiver
-    sender: KvSender
-
-    def offer(self, listener: Listener, blocks: Sequence[BlockId]) -> Offer:
-        return self.receiver.offer(tuple(BlockRef(block, 7) for block in blocks), listener, PATIENCE_S)
-
-    @property
-    def sent(self) -> bytes:
-        """What `hand_over` brings to a receiving process."""
-        return bytes(self.source.blocks[: len(TARGETS)].flatten().tolist())
-
-    async def open(self, offer: Offer) -> Handoff:
-        return await self.sender.open(offer.ticket, offer.endpoint, PATIENCE_S)
+def listening() -> Recorder:
+    return Recorder(patience_s=PATIENCE_S)
 
 
 @asynccontextmanager
-async def at_home(transport: str, timing: Timing) -> AsyncIterator[Home]:
-    """A hand-off within this process is open all the while, and ends well."""
-    pool, source = make_pool(transport, NUM_BLOCKS), make_pool(transport, NUM_BLOCKS)
-    clock = MonotonicClock()
-    receiver = KvReceiver(pool.memory, PRINTS, clock, (transport_of(transport),), "127.0.0.1", timing=timing)
-    sender = KvSender(source.memory, PRINTS, clock, transport_of(transport), timing=timing)
-    await receiver.start()
-    try:
-        home = Home(pool, source, receiver, sender)
-        beside = Listener()
-        handoff = await home.open(home.offer(beside, BESIDE))
+async def at_home(transport: str, timing: Timing) -> AsyncIterator[Pair]:
+    """Both ends in this process; peers are on the other end of either. A hand-off within it is open all the while, and
+    ends well.
+    """
+    source, pool = (make_pool(transport, NUM_BLOCKS) for _ in range(2))
+    name = transport_of(transport)
+    async with ends(source, pool, name, (name,), timing, clock=MonotonicClock()) as home:
+        beside = listening()
+        handoff = await home.begin(beside, BESIDE)
         await handoff.push(0, BESIDE[:1])
         yield home
         await handoff.push(1, BESIDE[1:])
         await handoff.commit(b"")
-        assert beside.calls == ["receiving", "committed"]
-        assert torch.equal(pool.blocks[list(BESIDE)], source.blocks[list(BESIDE)])
-        receiver.check_invariants()
-        assert receiver.num_live == 0
-    finally:
-        await sender.stop()
-        await receiver.stop()
-        pool.close()
-        source.close()
+        assert beside.calls == RECEIVED
+        assert home.landed(BESIDE, BESIDE)
+        assert home.receiver.num_live == 0
 
 
 @pytest.fixture
@@ -123,13 +63,13 @@ async def nothing_stays(transport: str) -> AsyncIterator[None]:
 
 
 @asynccontextmanager
-async def senders(home: Home, transport: str, timing: Timing) -> AsyncIterator[list[tuple[Peer, Listener, list[int]]]]:
+async def senders(home: Pair, transport: str, timing: Timing) -> AsyncIterator[list[tuple[Peer, Recorder, list[int]]]]:
     """One sending process per point, at its point, with the listener and the blocks of its offer."""
     with peers("send", transport, SENDER_POINTS, timing) as started:
         caught = []
         for index, peer in enumerate(started):
-            blocks, listener = [2 * index, 2 * index + 1], Listener()
-            offer = home.offer(listener, [BlockId(block) for block in blocks])
+            blocks, listener = [2 * index, 2 * index + 1], listening()
+            offer = home.offer(listener, blocks)
             peer.tell(offer.ticket, offer.endpoint)
             caught.append((peer, listener, blocks, offer))
         for peer, *_ in caught:
@@ -138,10 +78,8 @@ async def senders(home: Home, transport: str, timing: Timing) -> AsyncIterator[l
         for peer, listener, _, offer in caught:
             if peer.point == "connected":  # nobody has shown it: it is as good as ever
                 assert listener.calls == []
-                handoff = await home.open(offer)
-                await handoff.push(0, (BlockId(0), BlockId(1)))
-                await handoff.commit(b"")
-                assert listener.calls == ["receiving", "committed"]
+                await push_and_commit(await home.open(offer), (0, 1))
+                assert listener.calls == RECEIVED
 
 
 @pytest.mark.usefixtures("nothing_stays")
@@ -154,20 +92,25 @@ async def test_a_sender_that_dies_at_any_point_frees_its_blocks_and_harms_nobody
         for peer, listener, blocks in caught:
             if peer.point in AFTER_COMMIT:
                 await listener.until("committed")
-                assert listener.calls == ["receiving", "committed"], peer.point
-                assert (home.pool.blocks[blocks] == FILL).all(), peer.point
+                assert listener.calls == RECEIVED, peer.point
+                assert (home.target.blocks[blocks] == FILL).all(), peer.point
             elif peer.point != "connected":
                 await listener.until("writer_stopped")
                 assert listener.calls == FAILED, peer.point
 
 
-async def hand_over(home: Home, offer: Offer) -> str:
+def sent_from(home: Pair) -> bytes:
+    """What `hand_over` brings to a receiving process."""
+    return bytes(home.source.blocks[: len(TARGETS)].flatten().tolist())
+
+
+async def hand_over(home: Pair, offer: Offer) -> str:
     """How a hand-off to a receiving process ended; empty = well."""
     try:
         handoff = await home.open(offer)
         try:
             for position in range(len(TARGETS)):
-                await handoff.push(position, (BlockId(position),))
+                await handoff.push(position, (position,))
             await handoff.commit(PAYLOAD)
         finally:
             await handoff.abort()
@@ -177,7 +120,7 @@ async def hand_over(home: Home, offer: Offer) -> str:
 
 
 @asynccontextmanager
-async def receivers(home: Home, transport: str, timing: Timing) -> AsyncIterator[list[tuple[Peer, asyncio.Task[str]]]]:
+async def receivers(home: Pair, transport: str, timing: Timing) -> AsyncIterator[list[tuple[Peer, asyncio.Task[str]]]]:
     """One receiving process per point, at its point, with the hand-off to it that is under way."""
     with peers("receive", transport, RECEIVER_POINTS, timing) as started:
         caught = [(peer, asyncio.create_task(hand_over(home, await peer.hear()))) for peer in started]
@@ -189,7 +132,7 @@ async def receivers(home: Home, transport: str, timing: Timing) -> AsyncIterator
         yield caught
 
 
-async def ends(handing_over: asyncio.Task[str]) -> str:
+async def outcome(handing_over: asyncio.Task[str]) -> str:
     return await asyncio.wait_for(asyncio.shield(handing_over), PATIENCE_S)
 
 
@@ -203,14 +146,14 @@ async def test_a_receiver_that_dies_at_any_point_fails_its_own_hand_off_and_its_
             assert handing_over.done() is (peer.point == "committed"), peer.point
             peer.signal(signal.SIGKILL)
         for peer, handing_over in caught:
-            assert bool(await ends(handing_over)) is (peer.point != "committed"), peer.point
+            assert bool(await outcome(handing_over)) is (peer.point != "committed"), peer.point
         with peers("receive", transport, ("nowhere",), DYING) as (successor,):
             assert await hand_over(home, await successor.hear()) == ""
             successor.tell("stop")
-            assert await successor.hear() == ("calls", ["receiving", "committed"], 0, home.sent)
+            assert await successor.hear() == ("calls", RECEIVED, 0, sent_from(home))
 
 
-async def senders_are_lost(transport: str, caught: Sequence[tuple[Peer, Listener, list[int]]], pool: TestPool) -> None:
+async def senders_are_lost(transport: str, caught: Sequence[tuple[Peer, Recorder, list[int]]], pool: TestPool) -> None:
     for peer, listener, blocks in caught:
         if peer.point in AFTER_COMMIT:
             await listener.until("committed")
@@ -221,7 +164,7 @@ async def senders_are_lost(transport: str, caught: Sequence[tuple[Peer, Listener
                 assert ("writer_stopped" in listener.calls) is not way_of(transport).peer_writes, peer.point
 
 
-async def senders_let_go(caught: Sequence[tuple[Peer, Listener, list[int]]]) -> None:
+async def senders_let_go(caught: Sequence[tuple[Peer, Recorder, list[int]]]) -> None:
     for peer, listener, _ in caught:
         peer.signal(signal.SIGCONT)
         peer.tell("go on")
@@ -242,7 +185,7 @@ async def receivers_keep_no_block(caught: Sequence[tuple[Peer, asyncio.Task[str]
         word, calls, num_live, content = await peer.hear()
         assert (word, num_live) == ("calls", 0), peer.point
         # What the sender had said before it gave up may come to a good end; nobody may hear of two ends.
-        assert calls in (["failed", "writer_stopped"], FAILED, ["receiving", "committed"]), (peer.point, calls)
+        assert calls in (["failed", "writer_stopped"], FAILED, RECEIVED), (peer.point, calls)
         if calls[-1] == "committed":
             assert content == sent, peer.point
 
@@ -261,8 +204,8 @@ async def test_who_stands_still_at_any_point_is_lost_in_time_and_lets_go_when_it
         for peer in [*(caught[0] for caught in sending), *(caught[0] for caught in receiving)]:
             peer.signal(signal.SIGSTOP)
         leases.shorten()
-        await senders_are_lost(transport, sending, home.pool)
+        await senders_are_lost(transport, sending, home.target)
         for peer, handing_over in receiving:
-            assert bool(await ends(handing_over)) is (peer.point != "committed"), peer.point
+            assert bool(await outcome(handing_over)) is (peer.point != "committed"), peer.point
         await senders_let_go(sending)
-        await receivers_keep_no_block(receiving, home.sent)
+        await receivers_keep_no_block(receiving, sent_from(home))

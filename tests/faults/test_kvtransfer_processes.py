@@ -1,29 +1,24 @@
 """A hand-off whose other side is a real process that is killed, stopped or rude."""
 
 import asyncio
-import mmap
-import os
-import secrets
 import signal
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import torch
 
-from kvtransfer.base import BlockRef, Fingerprints, PoolMemory
 from kvtransfer.receiver import KvReceiver
 from kvtransfer.sender import KvSender
 from shell.clock import MonotonicClock
 from tandem.errors import PeerLost, TransferError
-from tandem.kv_layout import DType, KvLayout
 from tests.faults.kv_peer import warm_up
 from tests.faults.kv_peer_process import PATIENT, half_peer
 from tests.faults.leases import SHORT_S
+from tests.kv_ends import FAILED, Recorder, refs_of
 from tests.nixl_param import NIXL, needs_nixl
+from tests.transports import PRINTS, SharedPool
 
-PRINTS = Fingerprints("model-a", KvLayout(2, 1, 4, 8, DType.BFLOAT16))
 PATIENCE_S = 40.0
 TRANSPORTS = ["shm", "tcp", NIXL]
 """Those that `kv_peer_process` can catch within a block; at all other points: test_kv_fault_matrix."""
@@ -39,44 +34,12 @@ async def running(role, transport):
         peer.close()
 
 
-class Listener:
-    def __init__(self):
-        self.calls = []
-        self.error = None
-        self._changed = asyncio.Event()
-
-    def _add(self, call):
-        self.calls.append(call)
-        self._changed.set()
-
-    def on_receiving(self):
-        self._add("receiving")
-
-    def on_committed(self, first_token_payload):
-        self._add("committed")
-
-    def on_failed(self, error):
-        self.error = error
-        self._add("failed")
-
-    def on_writer_stopped(self):
-        self._add("writer_stopped")
-
-    async def until(self, call):
-        async with asyncio.timeout(PATIENCE_S):
-            while call not in self.calls:
-                self._changed.clear()
-                await self._changed.wait()
-
-
 @pytest.fixture
 def memory():
-    fd = os.memfd_create("survivor-pool")
-    os.ftruncate(fd, 16 * 256)
-    mapping = mmap.mmap(fd, 16 * 256)
-    blocks = torch.frombuffer(mapping, dtype=torch.uint8).view(16, 256)
-    yield PoolMemory(blocks, fd, secrets.token_hex(16))
-    os.close(fd)
+    pool = SharedPool()
+    pool.blocks.zero_()
+    yield pool.memory
+    pool.close()
 
 
 @asynccontextmanager
@@ -84,10 +47,10 @@ async def caught_in_the_middle(memory, transport, role="sending"):
     """A receiver here, and a sender process that has written half of block 3."""
     receiver = KvReceiver(memory, PRINTS, MonotonicClock(), (transport,), "127.0.0.1", timing=PATIENT)
     await receiver.start()
-    listener = Listener()
+    listener = Recorder(patience_s=PATIENCE_S)
     try:
         async with running(role, transport) as peer:
-            offer = receiver.offer((BlockRef(3, 7), BlockRef(1, 7)), listener, PATIENCE_S)
+            offer = receiver.offer(refs_of((3, 1)), listener, PATIENCE_S)
             peer.tell(offer.ticket, offer.endpoint)
             assert await peer.hear() == "half written"
             yield receiver, listener, peer, offer
@@ -101,7 +64,7 @@ async def test_a_sender_killed_in_the_middle_of_a_block_frees_it(memory, transpo
         assert listener.calls == ["receiving"]
         peer.signal(signal.SIGKILL)
         await listener.until("writer_stopped")
-        assert listener.calls == ["receiving", "failed", "writer_stopped"]
+        assert listener.calls == FAILED
         assert isinstance(listener.error, PeerLost)
         assert receiver.num_live == 0
         assert bytes(memory.blocks[3].tolist())[128:] == bytes(128)
@@ -110,7 +73,7 @@ async def test_a_sender_killed_in_the_middle_of_a_block_frees_it(memory, transpo
 async def test_blocks_withdrawn_under_a_copying_process_wait_for_its_copy(memory):
     async with caught_in_the_middle(memory, "shm") as (receiver, listener, peer, offer):
         receiver.withdraw(offer.transfer_id)
-        assert listener.calls == ["receiving", "failed"]
+        assert listener.calls == FAILED[:2]
         assert receiver.num_live == 1
         peer.tell()
         assert (await peer.hear()).startswith("push ended")
@@ -162,7 +125,7 @@ async def test_what_a_living_process_still_writes_over_nixl_goes_nowhere_once_it
         peer.tell()
         assert await peer.hear() == "dropped"
         await listener.until("writer_stopped")
-        assert listener.calls == ["receiving", "failed", "writer_stopped"]
+        assert listener.calls == FAILED
         assert receiver.num_live == 0
         memory.blocks[3] = 0x11  # another request's by now
         peer.tell()
@@ -194,7 +157,8 @@ async def _finish(handoff):
 
 
 def _peer_mappings():
-    return Path("/proc/self/maps").read_text(encoding="utf-8").count("memfd:test-pool")
+    """Besides this process's own pool."""
+    return Path("/proc/self/maps").read_text(encoding="utf-8").count("memfd:test-pool") - 1
 
 
 async def _open(sender, peer):

@@ -2,46 +2,26 @@
 
 from __future__ import annotations
 
-import asyncio
 import signal
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
-from kvtransfer.base import BlockRef, Fingerprints, Offer
+from kvtransfer.base import Offer
 from kvtransfer.receiver import KvReceiver
 from kvtransfer.timing import Timing
 from shell.clock import MonotonicClock
-from tandem.errors import TransferError
-from tandem.kv_layout import DType, KvLayout
-from tandem.types import BlockId
 from tests.faults.kv_peer import Forked, warm_up
 from tests.faults.nccl_peer_process import nccl_peer
+from tests.kv_ends import FAILED, Recorder, refs_of, until
 from tests.standins.cuda import DevicePool
 from tests.standins.nccl import StandInNccl, standin_nccl
+from tests.transports import PRINTS
 
-PRINTS = Fingerprints("model-a", KvLayout(2, 1, 4, 8, DType.BFLOAT16))
 PATIENCE_S = 60.0
-
-
-@dataclass
-class Listener:
-    calls: list[str] = field(default_factory=list)
-
-    def on_receiving(self) -> None:
-        self.calls.append("receiving")
-
-    def on_committed(self, first_token_payload: bytes) -> None:
-        self.calls.append("committed")
-
-    def on_failed(self, error: TransferError) -> None:
-        self.calls.append("failed")
-
-    def on_writer_stopped(self) -> None:
-        self.calls.append("writer_stopped")
 
 
 @dataclass
@@ -51,7 +31,7 @@ class Home:
     nccl: StandInNccl
     pool: DevicePool
     receiver: KvReceiver
-    listener: Listener
+    listener: Recorder
     offer: Offer
 
     def nothing_stays(self) -> bool:
@@ -80,12 +60,12 @@ async def at_home(nccl: StandInNccl) -> AsyncIterator[Home]:
     clock, timing = MonotonicClock(), Timing(lease_s=PATIENCE_S)
     receiver = KvReceiver(pool.memory, PRINTS, clock, ("nccl",), "127.0.0.1", timing=timing, known=(nccl.transport(),))
     await receiver.start()
-    listener = Listener()
-    offer = receiver.offer((BlockRef(BlockId(3), 7), BlockRef(BlockId(1), 7)), listener, PATIENCE_S)
+    listener = Recorder()
+    offer = receiver.offer(refs_of((3, 1)), listener, PATIENCE_S)
     try:
         home = Home(nccl, pool, receiver, listener, offer)
         yield home
-        await until(home.nothing_stays)
+        await until(home.nothing_stays, PATIENCE_S)
     finally:
         await receiver.stop()
         pool.close()
@@ -103,21 +83,15 @@ async def sending(home: Home, abort_s: float = 5.0, **settings: str) -> AsyncIte
         peer.close()
 
 
-async def until(condition: Callable[[], object]) -> None:
-    async with asyncio.timeout(PATIENCE_S):
-        while not condition():  # noqa: ASYNC110 - nobody is told of what another process does
-            await asyncio.sleep(0.005)
-
-
 async def test_a_sender_killed_while_both_begin_leaves_the_offer_to_the_next(nccl: StandInNccl) -> None:
     async with at_home(nccl) as home:
         async with sending(home, HANG="init") as peer:
-            await until(lambda: nccl.live()["communicators"])
+            await until(lambda: nccl.live()["communicators"], PATIENCE_S)
             peer.signal(signal.SIGKILL)
-            await until(home.nothing_stays)
+            await until(home.nothing_stays, PATIENCE_S)
             assert home.listener.calls == []
         async with sending(home) as peer:
-            await until(lambda: "committed" in home.listener.calls)
+            await until(lambda: "committed" in home.listener.calls, PATIENCE_S)
             assert home.pool.blocks[[3, 1]].flatten().tolist() == [0xAB] * 512
             assert await peer.ended() == 0
 
@@ -127,12 +101,12 @@ async def test_a_sender_killed_in_the_middle_of_a_block_frees_it(nccl: StandInNc
     async with at_home(nccl) as home:
         nccl.set("HOLD", hold)
         async with sending(home) as peer:
-            await until(lambda: home.pool.blocks[3, 0] == 0xAB)
+            await until(lambda: home.pool.blocks[3, 0] == 0xAB, PATIENCE_S)
             assert home.listener.calls == ["receiving"]
             peer.signal(signal.SIGKILL)
-            await until(lambda: "writer_stopped" in home.listener.calls)
-        assert home.listener.calls == ["receiving", "failed", "writer_stopped"]
-        await until(home.nothing_stays)
+            await until(lambda: "writer_stopped" in home.listener.calls, PATIENCE_S)
+        assert home.listener.calls == FAILED
+        await until(home.nothing_stays, PATIENCE_S)
         hold.unlink()
         assert home.receiver.num_live == 0
         assert not home.pool.blocks[3, 128:].any()  # the abort ended the receive where it was
@@ -141,5 +115,5 @@ async def test_a_sender_killed_in_the_middle_of_a_block_frees_it(nccl: StandInNc
 
 async def test_a_sender_that_cannot_end_its_communicator_ends_itself(nccl: StandInNccl) -> None:
     async with at_home(nccl) as home, sending(home, 0.2, HANG="abort") as peer:
-        await until(lambda: "committed" in home.listener.calls)
+        await until(lambda: "committed" in home.listener.calls, PATIENCE_S)
         assert await peer.ended() == 1

@@ -63,9 +63,9 @@ def test_the_way_in_begins_at_the_servicer_and_ends_at_the_engine() -> None:
 def test_the_way_out_leaves_the_plan_of_the_next_step_out() -> None:
     router, decode = TraceMaker(), TraceMaker()
     for begin_ms in range(0, 200, 20):
-        decode.call(begin_ms, "engine/runner.py", "Runner.step", thread=ENGINE)
+        decode.call(begin_ms, "engine/runner.py", "Runner.collect", thread=ENGINE)
         decode.enter(begin_ms + 1, "decode_worker/step_loop.py", "StepLoop.run")
-        decode.call(begin_ms + 2, "tandem/rpc/router_session.py", "RouterSession.deltas")
+        decode.call(begin_ms + 2, "worker/serving/router_session.py", "RouterSession.tokens")
         decode.call(begin_ms + 3, "decode_worker/scheduler.py", "plan_step")
         decode.call(begin_ms + 4, "engine/engine_thread.py", "EngineThread.step")
         decode.leave(begin_ms + 4, "StepLoop.run")
@@ -77,7 +77,7 @@ def test_the_way_out_leaves_the_plan_of_the_next_step_out() -> None:
         "decode_worker/step_loop.py",
         "router/worker_link.py",
         "tandem/rpc/outbox.py",
-        "tandem/rpc/router_session.py",
+        "worker/serving/router_session.py",
     ]
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import os
 import threading
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,46 +13,27 @@ import torch
 
 from bench.support.cluster import eventually
 from kernels.cuda_driver import CudaDriver
-from kvtransfer.base import BlockRef
 from kvtransfer.endpoint import Endpoint
-from kvtransfer.receiver import KvReceiver
-from kvtransfer.sender import KvSender
 from kvtransfer.transports.cuda_ipc import CudaIpcTransport
 from tandem.errors import ChecksumMismatch, TransferError
-from tandem.types import BlockId
-from tests.manual_clock import ManualClock
+from tests.kv_ends import FAILED, Recorder, ends, paired, push_and_commit, until
 from tests.standins.cuda import OTHER_GPU, THIS_GPU, StandInCuda
-from tests.transports import PRINTS, make_pool
+from tests.transports import make_pool
 
 CUDA = torch.device("cuda", 0)
-PATIENCE_S = 20.0
 SOURCES, TARGETS = (4, 5, 6, 9, 2), (8, 9, 10, 11, 1)
 
 
-async def hand_over(pair: Any, listener: Any, sources: tuple[int, ...], targets: tuple[int, ...]) -> Any:
-    handoff = await pair.open(pair.offer(listener, targets))
-    await handoff.push(0, sources)
-    return await handoff.commit(b"")
-
-
-async def until(condition: Callable[[], object]) -> None:
-    async with asyncio.timeout(PATIENCE_S):
-        while not condition():  # noqa: ASYNC110 - nobody is told of what another thread or process copies
-            await asyncio.sleep(0.002)
-
-
-async def test_blocks_go_past_host_memory(paired: Any, recorder: Any) -> None:
-    async with paired("cuda_ipc") as pair:
-        report = await hand_over(pair, recorder, SOURCES, TARGETS)
-        assert (report.transport, report.num_blocks) == ("cuda_ipc", 5)
-        assert pair.landed(SOURCES, TARGETS)
+@pytest.mark.parametrize("transport", ["cuda_ipc", "nccl"])
+async def test_blocks_go_past_host_memory(recorder: Recorder, cuda: StandInCuda, transport: str) -> None:
+    async with paired(transport) as pair:
+        report = await pair.hand_over(recorder, TARGETS, SOURCES, b"first")
+        assert (report.transport, report.num_blocks, recorder.payload) == (transport, 5, b"first")
         assert not pair.source.memory.blocks.any()
         assert not pair.target.memory.blocks.any()
 
 
-async def test_neighbours_on_both_sides_go_in_one_copy(
-    paired: Any, recorder: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_neighbours_on_both_sides_go_in_one_copy(recorder: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     sizes: list[int] = []
     copy_async = CudaDriver.copy_async
 
@@ -63,21 +43,18 @@ async def test_neighbours_on_both_sides_go_in_one_copy(
 
     monkeypatch.setattr(CudaDriver, "copy_async", counted)
     async with paired("cuda_ipc") as pair:
-        await hand_over(pair, recorder, SOURCES, TARGETS)
+        await pair.hand_over(recorder, TARGETS, SOURCES)
     assert sizes == [3 * 256, 256, 256]
 
 
-async def test_hand_offs_beside_each_other_keep_their_blocks_apart(paired: Any, make_recorder: Any, cuda: Any) -> None:
+async def test_hand_offs_beside_each_other_keep_their_blocks_apart(cuda: Any) -> None:
     async with paired("cuda_ipc") as pair:
         cuda.set("DELAY_US", 2000)
-        parts = [((0, 1, 2), (9, 4, 7)), ((3, 5, 4), (0, 1, 2)), ((15, 14, 13, 12), (12, 13, 14, 15)), ((8,), (3,))]
-        await asyncio.gather(*(hand_over(pair, make_recorder(), *part) for part in parts))
-        assert all(pair.landed(*part) for part in parts)
+        parts = [((9, 4, 7), (0, 1, 2)), ((0, 1, 2), (3, 5, 4)), ((12, 13, 14, 15), (15, 14, 13, 12)), ((3,), (8,))]
+        await asyncio.gather(*(pair.hand_over(Recorder(), *part) for part in parts))
 
 
-async def test_what_a_copy_left_out_fails_the_hand_off(
-    paired: Any, recorder: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_what_a_copy_left_out_fails_the_hand_off(recorder: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     copy_async = CudaDriver.copy_async
 
     def short(self: CudaDriver, target: int, source: int, num_bytes: int, stream: int) -> None:
@@ -88,13 +65,13 @@ async def test_what_a_copy_left_out_fails_the_hand_off(
         pair.target.blocks[:, -1] = 2
         monkeypatch.setattr(CudaDriver, "copy_async", short)
         with pytest.raises(ChecksumMismatch):
-            await hand_over(pair, recorder, SOURCES, TARGETS)
+            await pair.hand_over(recorder, TARGETS, SOURCES)
         await recorder.until("writer_stopped")
-        assert recorder.calls == ["receiving", "failed", "writer_stopped"]
+        assert recorder.calls == FAILED
 
 
 async def test_blocks_withdrawn_in_the_middle_of_a_copy_wait_for_its_end(
-    paired: Any, recorder: Any, cuda: StandInCuda, tmp_path: Path
+    recorder: Any, cuda: StandInCuda, tmp_path: Path
 ) -> None:
     async with paired("cuda_ipc") as pair:
         pair.source.blocks.fill_(7)
@@ -107,7 +84,7 @@ async def test_blocks_withdrawn_in_the_middle_of_a_copy_wait_for_its_end(
         await until(lambda: pair.target.blocks[3, 0] == 7)
         pair.receiver.withdraw(offer.transfer_id)
         await until(lambda: handoff._error is not None)
-        assert recorder.calls == ["receiving", "failed"]
+        assert recorder.calls == FAILED[:2]
         assert pair.receiver.num_live == 1
         hold.unlink()
         await recorder.until("writer_stopped")
@@ -116,26 +93,23 @@ async def test_blocks_withdrawn_in_the_middle_of_a_copy_wait_for_its_end(
             await pushing
 
 
-async def test_a_copy_that_the_driver_refuses_costs_one_hand_off(
-    paired: Any, make_recorder: Any, cuda: StandInCuda
-) -> None:
+async def test_a_copy_that_the_driver_refuses_costs_one_hand_off(cuda: StandInCuda) -> None:
     async with paired("cuda_ipc") as pair:
-        first, second = make_recorder(), make_recorder()
-        handoff = await pair.open(pair.offer(first, TARGETS))
+        first = Recorder()
+        handoff = await pair.begin(first, TARGETS)
         cuda.set("FAIL", "cuMemcpyDtoDAsync_v2:2:2")
         with pytest.raises(TransferError, match="cuMemcpyDtoDAsync_v2: CUDA_ERROR_OUT_OF_MEMORY"):
             await handoff.push(0, SOURCES)
         await handoff.abort()
         await first.until("writer_stopped")
-        await hand_over(pair, second, SOURCES, TARGETS)
-        assert pair.landed(SOURCES, TARGETS)
+        await pair.hand_over(Recorder(), TARGETS, SOURCES)
 
 
 async def test_after_a_fault_on_the_device_only_the_writers_death_frees_its_blocks(
-    paired: Any, recorder: Any, cuda: StandInCuda
+    recorder: Any, cuda: StandInCuda
 ) -> None:
     async with paired("cuda_ipc") as pair:
-        handoff = await pair.open(pair.offer(recorder, TARGETS))
+        handoff = await pair.begin(recorder, TARGETS)
         cuda.set("FAIL", "copy:2:719")
         with pytest.raises(TransferError, match="CUDA_ERROR_LAUNCH_FAILED"):
             await handoff.push(0, SOURCES)
@@ -143,42 +117,31 @@ async def test_after_a_fault_on_the_device_only_the_writers_death_frees_its_bloc
         await recorder.until("failed")
         cuda.reset()
         await pair.sender.stop()
-        assert recorder.calls == ["receiving", "failed"]
+        assert recorder.calls == FAILED[:2]
         assert pair.receiver.num_live == 1
 
 
 async def test_an_allocation_that_cannot_be_mapped_is_left_for_the_next_transport(
-    recorder: Any, patient: Any, cuda: StandInCuda
+    recorder: Recorder, cuda: StandInCuda
 ) -> None:
-    source, target, clock = make_pool("cuda_ipc"), make_pool("cuda_ipc"), ManualClock()
-    receiver = KvReceiver(target.memory, PRINTS, clock, ("cuda_ipc", "tcp"), "127.0.0.1", timing=patient)
-    sender = KvSender(source.memory, PRINTS, clock, "auto", timing=patient)
-    await receiver.start()
-    cuda.set("FAIL", "cuMemMap:1:2")
-    offer = receiver.offer((BlockRef(BlockId(3), 1),), recorder, 30.0)
-    handoff = await sender.open(offer.ticket, offer.endpoint, 5.0)
-    await handoff.push(0, (BlockId(0),))
-    assert (await handoff.commit(b"")).transport == "tcp"
-    await sender.stop()
-    await receiver.stop()
-    source.close()
-    target.close()
+    pools = make_pool("cuda_ipc"), make_pool("cuda_ipc")
+    async with ends(*pools, "auto", ("cuda_ipc", "tcp")) as pair:
+        cuda.set("FAIL", "cuMemMap:1:2")
+        assert (await push_and_commit(await pair.begin(recorder, (3,)), (0,))).transport == "tcp"
 
 
 @pytest.mark.parametrize(
     "call", ["cuDevicePrimaryCtxRetain", "cuStreamCreate", "cuEventCreate", "cuMemImportFromShareableHandle"]
 )
-async def test_a_forced_transport_that_cannot_start_names_the_call(
-    paired: Any, recorder: Any, cuda: StandInCuda, call: str
-) -> None:
+async def test_a_forced_transport_that_cannot_start_names_the_call(recorder: Any, cuda: StandInCuda, call: str) -> None:
     async with paired("cuda_ipc") as pair:
         cuda.set("FAIL", f"{call}:1:304")
         with pytest.raises(TransferError, match="CUDA_ERROR_OPERATING_SYSTEM"):
-            await pair.open(pair.offer(recorder))
+            await pair.begin(recorder)
         assert recorder.calls == []
 
 
-async def test_an_endpoint_that_claims_a_larger_allocation_maps_nothing(paired: Any, recorder: Any) -> None:
+async def test_an_endpoint_that_claims_a_larger_allocation_maps_nothing(recorder: Any) -> None:
     async with paired("cuda_ipc") as pair:
         offer = pair.offer(recorder)
         larger = offer.endpoint.replace(b"allocation_bytes=65536", b"allocation_bytes=131072")
@@ -187,23 +150,21 @@ async def test_an_endpoint_that_claims_a_larger_allocation_maps_nothing(paired: 
             await pair.sender.open(offer.ticket, larger, 5.0)
 
 
-async def test_hand_offs_leave_no_descriptor_no_thread_and_nothing_in_the_driver(
-    paired: Any, make_recorder: Any, cuda: StandInCuda
-) -> None:
+async def test_hand_offs_leave_no_descriptor_no_thread_and_nothing_in_the_driver(cuda: StandInCuda) -> None:
     async with paired("cuda_ipc"):
         pass  # whatever is made once is there now
     descriptors, threads, live = len(os.listdir("/proc/self/fd")), threading.active_count(), cuda.live()
     for _ in range(5):
         async with paired("cuda_ipc") as pair:
             for _ in range(5):
-                await hand_over(pair, make_recorder(), SOURCES, TARGETS)
+                await pair.hand_over(Recorder(), TARGETS, SOURCES)
             assert cuda.live()["mappings"] == 3 + live["mappings"]
     assert cuda.live() == live
     assert eventually(lambda: threading.active_count() <= threads)  # one that made memory real ends by itself
     assert len(os.listdir("/proc/self/fd")) == descriptors
 
 
-async def test_who_cannot_reach_the_peer_says_why(paired: Any, recorder: Any, cuda: StandInCuda) -> None:
+async def test_who_cannot_reach_the_peer_says_why(recorder: Any, cuda: StandInCuda) -> None:
     async with paired("cuda_ipc") as pair:
         transport, pool = CudaIpcTransport(lambda: cuda.driver), pair.sender._pool
         fields = Endpoint.decode(pair.offer(recorder).endpoint).reach["cuda_ipc"]
@@ -226,15 +187,11 @@ async def test_who_cannot_reach_the_peer_says_why(paired: Any, recorder: Any, cu
         assert reason() == "this side's pool is not on a GPU"
 
 
-def _missing() -> CudaDriver:
-    return CudaDriver("no-such-libcuda.so.1")
-
-
 def test_where_it_does_not_work_the_probe_says_why(cuda: StandInCuda) -> None:
     transport = CudaIpcTransport(lambda: cuda.driver)
     assert transport.probe(CUDA).usable
     assert transport.probe(torch.device("cpu")).reason == "pools on cpu are not on a GPU"
-    assert "no-such-libcuda" in CudaIpcTransport(_missing).probe(CUDA).reason
+    assert "no-such-libcuda" in CudaIpcTransport(lambda: CudaDriver("no-such-libcuda.so.1")).probe(CUDA).reason
     cuda.set("NO_SHARING", 1)
     assert transport.probe(CUDA).reason == "cuda:0 has no memory that can be exported"
     cuda.set("DEVICES", f"mig:{THIS_GPU}")

@@ -15,13 +15,11 @@ from kvtransfer.transports import device
 from kvtransfer.transports.cuda_ipc import _Copier
 from kvtransfer.transports.device import DeviceWork
 from tandem.errors import TransferError
-from tandem.types import BlockId
+from tests.kv_ends import FAILED, PATIENCE_S, SOURCES, TARGETS, Recorder, paired, push_and_commit
 from tests.standins.cuda import StandInCuda
 
-PATIENCE_S = 20.0
 ENDS_WITHIN_S = 5.0
 """Far less than a thread hangs here."""
-SOURCES, TARGETS = (9, 4, 5), (3, 1, 2)
 LEFT_BEHIND = "did not end within 0.05 s and is left behind"
 
 
@@ -47,11 +45,11 @@ def _device_threads() -> list[threading.Thread]:
 
 
 async def test_a_copy_that_hangs_fails_its_hand_off_and_keeps_its_blocks_in_quarantine(
-    paired: Any, recorder: Any, cuda: StandInCuda, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    recorder: Recorder, cuda: StandInCuda, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     (hold := tmp_path / "hold").touch()
     async with paired("cuda_ipc") as pair:
-        handoff = await pair.open(pair.offer(recorder, TARGETS))
+        handoff = await pair.begin(recorder)
         cuda.set("HOLD", hold)
         async with asyncio.timeout(ENDS_WITHIN_S):
             with pytest.raises(TransferError, match="the device did not answer within"):
@@ -60,14 +58,14 @@ async def test_a_copy_that_hangs_fails_its_hand_off_and_keeps_its_blocks_in_quar
             await pair.sender.stop()
         assert LEFT_BEHIND in caplog.text
         await recorder.until("failed")
-        assert (recorder.calls, pair.receiver.num_live) == (["receiving", "failed"], 1)
+        assert (recorder.calls, pair.receiver.num_live) == (FAILED[:2], 1)
         hold.unlink()
         for thread in _device_threads():
             await asyncio.to_thread(thread.join, PATIENCE_S)
 
 
 async def test_a_pool_that_stays_mapped_is_never_said_to_be_unmapped(
-    paired: Any, recorder: Any, cuda: StandInCuda, over: Any, monkeypatch: pytest.MonkeyPatch, caplog: Any
+    recorder: Recorder, cuda: StandInCuda, over: Any, monkeypatch: pytest.MonkeyPatch, caplog: Any
 ) -> None:
     close = _Copier.close
 
@@ -77,36 +75,31 @@ async def test_a_pool_that_stays_mapped_is_never_said_to_be_unmapped(
 
     monkeypatch.setattr(_Copier, "close", hanging)
     async with paired("cuda_ipc") as pair:
-        handoff = await pair.open(pair.offer(recorder, TARGETS))
+        handoff = await pair.begin(recorder)
         await handoff.push(0, SOURCES)
         async with asyncio.timeout(ENDS_WITHIN_S):
             await pair.sender.stop()
         assert LEFT_BEHIND in caplog.text
         await recorder.until("failed")
-        assert (recorder.calls, pair.receiver.num_live) == (["receiving", "failed"], 1)
-
-
-async def push_and_commit(handoff: Any) -> None:
-    await handoff.push(0, SOURCES)
-    await handoff.commit(b"")
+        assert (recorder.calls, pair.receiver.num_live) == (FAILED[:2], 1)
 
 
 @pytest.mark.parametrize("transport", ["cuda_ipc", "nccl"])
 async def test_a_receiver_whose_digests_hang_fails_the_hand_off_and_stops(
-    paired: Any, recorder: Any, over: Any, monkeypatch: pytest.MonkeyPatch, caplog: Any, transport: str
+    recorder: Recorder, over: Any, monkeypatch: pytest.MonkeyPatch, caplog: Any, transport: str
 ) -> None:
     digests = DeviceWork.digests
 
-    def hang_at_the_receiver(self: DeviceWork, block_ids: Sequence[BlockId]) -> tuple[int, ...]:
+    def hang_at_the_receiver(self: DeviceWork, block_ids: Sequence[int]) -> tuple[int, ...]:
         return () if tuple(block_ids) == TARGETS and over.wait(PATIENCE_S) else digests(self, block_ids)
 
     monkeypatch.setattr(DeviceWork, "digests", hang_at_the_receiver)
     async with paired(transport) as pair:
-        handoff = await pair.open(pair.offer(recorder, TARGETS))
+        handoff = await pair.begin(recorder)
         async with asyncio.timeout(ENDS_WITHIN_S):
             with pytest.raises(TransferError, match="the device did not answer within"):
                 await push_and_commit(handoff)
             await pair.sender.stop()
             await pair.receiver.stop()
         assert LEFT_BEHIND in caplog.text
-        assert recorder.calls == ["receiving", "failed", "writer_stopped"]
+        assert recorder.calls == FAILED

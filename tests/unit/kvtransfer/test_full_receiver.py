@@ -1,6 +1,5 @@
 """Who has to go when more senders are connected than there is room for."""
 
-import asyncio
 from contextlib import AsyncExitStack
 
 import pytest
@@ -10,7 +9,10 @@ from kvtransfer.frame import FrameType
 from kvtransfer.sender import KvSender
 from kvtransfer.transports import shm
 from tandem.errors import PeerLost, TransferError
+from tests.kv_ends import PATIENT, RECEIVED, Recorder, paired, push_and_commit, until
 from tests.manual_clock import ManualClock
+from tests.raw_sender import raw
+from tests.transports import PRINTS
 
 
 @pytest.fixture(autouse=True)
@@ -19,81 +21,74 @@ def room_for_two(monkeypatch):
 
 
 @pytest.fixture
-async def newcomer(make_pool, prints, patient):
-    sender = KvSender(make_pool().memory, prints, ManualClock(), "tcp", timing=patient)
+async def newcomer(make_pool):
+    sender = KvSender(make_pool().memory, PRINTS, ManualClock(), "tcp", timing=PATIENT)
     yield sender
     await sender.stop()
 
 
-async def _hand_over(pair, sender, listener, block_ids=(3, 1, 2)):
-    offer = pair.offer(listener, block_ids)
-    handoff = await sender.open(offer.ticket, offer.endpoint, 5.0)
-    await handoff.push(0, (0, 1, 2))
-    await handoff.commit(b"")
+async def _hand_over(pair, sender=None, block_ids=(3, 1, 2)):
+    offer = pair.offer(Recorder(), block_ids)
+    await push_and_commit(await (sender or pair.sender).open(offer.ticket, offer.endpoint, 5.0))
 
 
 async def _hung_up(sender):
     """Returns once the sender has noticed that its only connection has ended."""
     (dialing,) = sender._links.values()
-    async with asyncio.timeout(30):
-        while dialing.result().is_open:  # noqa: ASYNC110  a link tells nobody
-            await asyncio.sleep(0)
+    await until(lambda: not dialing.result().is_open)
 
 
-async def test_strangers_without_a_ticket_keep_nobody_out(paired, raw, make_recorder):
+async def test_strangers_without_a_ticket_keep_nobody_out():
     async with paired("tcp") as pair, AsyncExitStack() as stack:
-        offer = pair.offer(make_recorder(), (5,))
+        offer = pair.offer(Recorder(), (5,))
         first, second = [await stack.enter_async_context(raw(offer, "tcp")) for _ in range(2)]
 
-        await _hand_over(pair, pair.sender, make_recorder())
+        await _hand_over(pair)
 
         with pytest.raises(PeerLost):
             await first.hear()
         assert (await second.ask(FrameType.ABORT, 1)).type is FrameType.DRAINED
 
 
-async def test_who_has_shown_a_ticket_stays_longer_than_who_has_not(paired, raw, newcomer, make_recorder):
+async def test_who_has_shown_a_ticket_stays_longer_than_who_has_not(newcomer):
     async with paired("tcp") as pair:
-        await _hand_over(pair, pair.sender, make_recorder())
-        async with raw(pair.offer(make_recorder(), (5,)), "tcp") as stranger:
-            await _hand_over(pair, newcomer, make_recorder())
+        await _hand_over(pair)
+        async with raw(pair.offer(Recorder(), (5,)), "tcp") as stranger:
+            await _hand_over(pair, newcomer)
             with pytest.raises(PeerLost):
                 await stranger.hear()
         (dialing,) = pair.sender._links.values()
         assert dialing.result().is_open
 
 
-async def test_the_sender_that_was_idle_longest_goes_and_dials_again_for_its_next_hand_off(
-    paired, newcomer, make_pool, prints, patient, make_recorder
-):
+async def test_the_sender_that_was_idle_longest_goes_and_dials_again_for_its_next_hand_off(newcomer, make_pool):
     async with paired("tcp") as pair:
-        third = KvSender(make_pool().memory, prints, ManualClock(), "tcp", timing=patient)
+        third = KvSender(make_pool().memory, PRINTS, ManualClock(), "tcp", timing=PATIENT)
         for sender in (pair.sender, newcomer, pair.sender, third):
-            await _hand_over(pair, sender, make_recorder())
+            await _hand_over(pair, sender)
         await _hung_up(newcomer)
 
-        await _hand_over(pair, newcomer, make_recorder())
+        await _hand_over(pair, newcomer)
 
         await _hung_up(pair.sender)
         await third.stop()
 
 
-async def test_open_transfers_are_never_cut_short_for_a_newcomer(paired, raw, newcomer, make_recorder):
+async def test_open_transfers_are_never_cut_short_for_a_newcomer(newcomer):
     async with paired("tcp") as pair:
-        running = make_recorder()
-        handoff = await pair.open(pair.offer(running))
-        offer = pair.offer(make_recorder(), (5,))
+        running = Recorder()
+        handoff = await pair.begin(running)
+        offer = pair.offer(Recorder(), (5,))
         async with raw(offer, "tcp") as peer:
             await peer.open(offer)
             with pytest.raises(TransferError):
-                await _hand_over(pair, newcomer, make_recorder(), (7, 8, 9))
+                await _hand_over(pair, newcomer, (7, 8, 9))
             assert (await peer.ask(FrameType.ABORT, 1)).type is FrameType.DRAINED
-        await handoff.push(0, (0, 1, 2))
-        await handoff.commit(b"")
-        assert running.calls == ["receiving", "committed"]
+        await push_and_commit(handoff)
+        assert running.calls == RECEIVED
 
 
-async def test_a_connection_that_cannot_be_set_up_leaves_nothing_of_its_lane(paired, make_recorder, monkeypatch):
+async def test_a_connection_that_cannot_be_set_up_leaves_nothing_of_its_lane(monkeypatch):
     def fail(*_):
         raise OSError("no memory")
 
@@ -104,6 +99,6 @@ async def test_a_connection_that_cannot_be_set_up_leaves_nothing_of_its_lane(pai
         with monkeypatch.context() as patched:
             patched.setattr(receiver_module, "Connection", fail)
             with pytest.raises(TransferError):
-                await _hand_over(pair, pair.sender, make_recorder())
+                await _hand_over(pair)
         assert len(closed) == 1
-        await _hand_over(pair, pair.sender, make_recorder(), (7, 8, 9))
+        await _hand_over(pair, block_ids=(7, 8, 9))

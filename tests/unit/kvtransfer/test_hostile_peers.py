@@ -1,6 +1,5 @@
 """Peers that lie: every byte they send is judged, and nothing of it is ever attached."""
 
-import asyncio
 import dataclasses
 import secrets
 
@@ -17,8 +16,10 @@ from kvtransfer.ticket import Ticket
 from kvtransfer.transports import tcp
 from tandem.errors import ChecksumMismatch, HandshakeMismatch, PeerLost, TicketRefused, TransferError
 from tandem.kv_layout import DType, KvLayout, QuantDType
+from tests.kv_ends import FAILED, RECEIVED, Recorder, paired, push_and_commit, until
 from tests.manual_clock import ManualClock
-from tests.transports import EVERY, WAYS
+from tests.raw_sender import raw
+from tests.transports import EVERY, PRINTS, WAYS
 
 BLOCK_BYTES = 256
 BLOCK = bytes(range(256))
@@ -49,20 +50,18 @@ def _with_generation(blocks, generation):
     ],
 )
 @pytest.mark.parametrize("transport", EVERY)
-async def test_a_forged_ticket_is_refused_and_the_true_one_still_works(paired, recorder, change, said, transport):
+async def test_a_forged_ticket_is_refused_and_the_true_one_still_works(recorder, change, said, transport):
     async with paired(transport) as pair:
         offer = pair.offer(recorder)
         with pytest.raises(TicketRefused, match=said):
             await pair.open(_altered(offer, **change(Ticket.decode(offer.ticket))))
         assert recorder.calls == []
-        handoff = await pair.open(offer)
-        await handoff.push(0, (0, 1, 2))
-        await handoff.commit(b"")
-        assert recorder.calls == ["receiving", "committed"]
+        await push_and_commit(await pair.open(offer))
+        assert recorder.calls == RECEIVED
 
 
 @pytest.mark.parametrize("data", [b"", b"\1", b"\3" + bytes(100), bytes(69), b"\2" + bytes(68), b"\2" * 400])
-async def test_bytes_that_are_no_ticket_are_refused(paired, recorder, raw, data):
+async def test_bytes_that_are_no_ticket_are_refused(recorder, data):
     async with paired("tcp") as pair:
         offer = pair.offer(recorder)
         with pytest.raises(TicketRefused):
@@ -74,7 +73,7 @@ async def test_bytes_that_are_no_ticket_are_refused(paired, recorder, raw, data)
 
 
 @pytest.mark.parametrize("transport", EVERY)
-async def test_a_replayed_ticket_is_refused_in_every_state(paired, recorder, raw, transport):
+async def test_a_replayed_ticket_is_refused_in_every_state(recorder, transport):
     async with paired(transport) as pair:
         offer = pair.offer(recorder)
         handoff = await pair.open(offer)
@@ -86,14 +85,13 @@ async def test_a_replayed_ticket_is_refused_in_every_state(paired, recorder, raw
             assert (await thief.hear()).type is FrameType.DRAINED
             commit = Commit(0, 0, b"").encode()
             assert (await thief.ask(FrameType.COMMIT, number, commit)).type is FrameType.FAILED
-        await handoff.push(0, (0, 1, 2))
-        await handoff.commit(b"")
+        await push_and_commit(handoff)
         with pytest.raises(TicketRefused, match="unknown or has ended"):
             await pair.open(offer)
-        assert recorder.calls == ["receiving", "committed"]
+        assert recorder.calls == RECEIVED
 
 
-async def test_a_stranger_cannot_write_into_another_connections_transfer(paired, recorder, raw):
+async def test_a_stranger_cannot_write_into_another_connections_transfer(recorder):
     async with paired("tcp") as pair:
         offer = pair.offer(recorder)
         handoff = await pair.open(offer)
@@ -101,13 +99,12 @@ async def test_a_stranger_cannot_write_into_another_connections_transfer(paired,
             number = int(offer.transfer_id, 16)
             stranger.say(FrameType.WRITE, number, Write(0, (SUM,)).encode(), inline=BLOCK)
             assert (await stranger.ask(FrameType.ABORT, 1)).type is FrameType.DRAINED
-        await handoff.push(0, (0, 1, 2))
-        await handoff.commit(b"")
-        assert pair.landed((0, 1, 2), (3, 1, 2))
+        await push_and_commit(handoff)
+        assert pair.landed()
 
 
 @pytest.mark.parametrize("transport", EVERY)
-async def test_an_expired_ticket_is_refused_before_any_reaper_runs(paired, recorder, transport):
+async def test_an_expired_ticket_is_refused_before_any_reaper_runs(recorder, transport):
     async with paired(transport) as pair:
         offer = pair.offer(recorder, expires_in_s=1.0)
         pair.clock.advance_s(1.5)
@@ -117,24 +114,24 @@ async def test_an_expired_ticket_is_refused_before_any_reaper_runs(paired, recor
 
 
 @pytest.mark.parametrize("transport", EVERY)
-async def test_a_ticket_of_a_former_life_is_refused(paired, make_recorder, transport):
+async def test_a_ticket_of_a_former_life_is_refused(transport):
     async with paired(transport) as former, paired(transport) as current:
-        stale, fresh = former.offer(make_recorder()), current.offer(make_recorder())
+        stale, fresh = former.offer(Recorder()), current.offer(Recorder())
         with pytest.raises(TicketRefused, match="another incarnation"):
             await current.sender.open(stale.ticket, fresh.endpoint, 5.0)
 
 
 @pytest.mark.parametrize("transport", EVERY)
-async def test_an_address_that_a_new_life_took_over_is_refused(paired, make_recorder, transport):
+async def test_an_address_that_a_new_life_took_over_is_refused(transport):
     async with paired(transport) as former, paired(transport) as current:
-        stale, fresh = former.offer(make_recorder()), current.offer(make_recorder())
+        stale, fresh = former.offer(Recorder()), current.offer(Recorder())
         moved = dataclasses.replace(Endpoint.decode(stale.endpoint), reach=Endpoint.decode(fresh.endpoint).reach)
         with pytest.raises(TicketRefused, match="now belongs to incarnation"):
             await former.sender.open(stale.ticket, moved.encode(), 5.0)
 
 
 @pytest.mark.parametrize("transport", EVERY)
-async def test_bytes_that_differ_from_their_checksum_fail_the_handoff(paired, recorder, raw, transport):
+async def test_bytes_that_differ_from_their_checksum_fail_the_handoff(recorder, transport):
     async with paired(transport) as pair:
         offer = pair.offer(recorder, (3,))
         async with raw(offer, transport) as peer:
@@ -149,32 +146,37 @@ async def test_bytes_that_differ_from_their_checksum_fail_the_handoff(paired, re
             peer.say(FrameType.DRAINED, number)
             await recorder.until("writer_stopped")
         assert isinstance(recorder.error, ChecksumMismatch)
-        assert recorder.calls == ["receiving", "failed", "writer_stopped"]
+        assert recorder.calls == FAILED
 
 
 @pytest.mark.parametrize(
-    ("seq", "write", "said"),
+    ("first_block", "seq", "write", "said"),
     [
-        (1, Write(0, (SUM,)), "came where 0 was due"),
-        (0, Write(3, (SUM,)), "leaves the offer of 0:3"),
-        (0, Write(2, (SUM, SUM)), "leaves the offer of 0:3"),
-        (0, Write(2**32 - 1, (SUM,)), "leaves the offer of 0:3"),
+        (0, 1, Write(0, (SUM,)), "came where 0 was due"),
+        (0, 0, Write(3, (SUM,)), "leaves the offer of 0:3"),
+        (0, 0, Write(2, (SUM, SUM)), "leaves the offer of 0:3"),
+        (0, 0, Write(2**32 - 1, (SUM,)), "leaves the offer of 0:3"),
+        (2, 0, Write(0, (SUM,)), "leaves the offer of 2:5"),
+        (2, 0, Write(1, (SUM, SUM)), "leaves the offer of 2:5"),
+        (2, 0, Write(4, (SUM, SUM)), "leaves the offer of 2:5"),
+        (2, 0, Write(5, (SUM,)), "leaves the offer of 2:5"),
+        (2, 0, Write(2**32 - 1, (SUM,)), "leaves the offer of 2:5"),
     ],
 )
-async def test_a_write_out_of_order_or_range_fails_the_handoff(paired, recorder, raw, seq, write, said):
+async def test_a_write_out_of_order_or_range_fails_the_handoff(recorder, first_block, seq, write, said):
     async with paired("tcp") as pair:
-        offer = pair.offer(recorder)
+        offer = pair.offer(recorder, first_block=first_block)
         before = pair.target.blocks.clone()
         async with raw(offer, "tcp") as peer:
             number = await peer.open(offer)
             inline = BLOCK * len(write.checksums)
             answer = await peer.ask(FrameType.WRITE, number, write.encode(), seq, inline)
             assert said in decode_error(answer.payload).message
-        assert recorder.calls == ["receiving", "failed", "writer_stopped"]
+        assert recorder.calls == FAILED
         assert (pair.target.blocks == before).all()
 
 
-async def test_a_block_written_twice_fails_the_handoff(paired, recorder, raw):
+async def test_a_block_written_twice_fails_the_handoff(recorder):
     async with paired("tcp") as pair:
         offer = pair.offer(recorder)
         async with raw(offer, "tcp") as peer:
@@ -186,25 +188,27 @@ async def test_a_block_written_twice_fails_the_handoff(paired, recorder, raw):
 
 
 @pytest.mark.parametrize(
-    ("commit", "said"),
+    ("num_writes", "commit", "said"),
     [
-        (Commit(2, digest_of([SUM]), b""), "counts 2 writes"),
-        (Commit(1, digest_of([SUM]) ^ 1, b""), "digest"),
+        (0, Commit(0, digest_of(()), b""), "COMMIT after 0 of 1 blocks"),
+        (1, Commit(2, digest_of([SUM]), b""), "counts 2 writes"),
+        (1, Commit(1, digest_of([SUM]) ^ 1, b""), "digest"),
     ],
 )
-async def test_a_commit_that_does_not_add_up_fails_the_handoff(paired, recorder, raw, commit, said):
+async def test_a_commit_that_does_not_add_up_fails_the_handoff(recorder, num_writes, commit, said):
     async with paired("tcp") as pair:
-        offer = pair.offer(recorder, (3,))
+        offer = pair.offer(recorder, (3,), first_block=7)
         async with raw(offer, "tcp") as peer:
             number = await peer.open(offer)
-            await peer.ask(FrameType.WRITE, number, Write(0, (SUM,)).encode(), 0, BLOCK)
+            for _ in range(num_writes):
+                await peer.ask(FrameType.WRITE, number, Write(7, (SUM,)).encode(), 0, BLOCK)
             answer = await peer.ask(FrameType.COMMIT, number, commit.encode())
             assert answer.type is FrameType.FAILED
             assert said in decode_error(answer.payload).message
-        assert recorder.calls == ["receiving", "failed", "writer_stopped"]
+        assert recorder.calls == FAILED
 
 
-async def test_a_second_commit_changes_nothing(paired, recorder, raw):
+async def test_a_second_commit_changes_nothing(recorder):
     async with paired("tcp") as pair:
         offer = pair.offer(recorder, (3,))
         async with raw(offer, "tcp") as peer:
@@ -215,10 +219,10 @@ async def test_a_second_commit_changes_nothing(paired, recorder, raw):
             assert (await peer.ask(FrameType.COMMIT, number, commit)).type is FrameType.FAILED
             peer.say(FrameType.ABORT, number)
             assert (await peer.hear()).type is FrameType.DRAINED
-        assert recorder.calls == ["receiving", "committed"]
+        assert recorder.calls == RECEIVED
 
 
-async def test_withdrawing_in_the_middle_of_a_block_frees_it_only_when_reading_has_stopped(paired, recorder, raw):
+async def test_withdrawing_in_the_middle_of_a_block_frees_it_only_when_reading_has_stopped(recorder):
     async with paired("tcp") as pair:
         offer = pair.offer(recorder, (3,))
         async with raw(offer, "tcp") as peer:
@@ -226,20 +230,14 @@ async def test_withdrawing_in_the_middle_of_a_block_frees_it_only_when_reading_h
             half = BLOCK_BYTES // 2
             pair.target.blocks[3].zero_()
             peer.say(FrameType.WRITE, number, Write(0, (SUM,)).encode(), 0, BLOCK[:half])
-            await _until(lambda: int(pair.target.blocks[3, half - 1]) == half - 1)
+            await until(lambda: int(pair.target.blocks[3, half - 1]) == half - 1)
             pair.receiver.withdraw(offer.transfer_id)
-            assert recorder.calls == ["receiving", "failed"]
+            assert recorder.calls == FAILED[:2]
             assert (await peer.hear()).type is FrameType.WITHDRAWN
             await peer.connection._loop.sock_sendall(peer.connection.sock, BLOCK[half:])
             await recorder.until("writer_stopped")
             assert (await peer.ask(FrameType.ABORT, number)).type is FrameType.DRAINED
         assert pair.receiver.num_live == 0
-
-
-async def _until(condition):
-    async with asyncio.timeout(30):
-        while not condition():  # noqa: ASYNC110  memory tells nobody when it changes
-            await asyncio.sleep(0)
 
 
 @pytest.mark.parametrize("transport", EVERY)
@@ -252,7 +250,7 @@ async def _until(condition):
         (Fingerprints("model-a", KvLayout(2, 1, 4, 8, DType.FLOAT16)), "dtype"),
     ],
 )
-async def test_both_sides_name_the_field_that_differs(paired, recorder, caplog, transport, theirs, field):
+async def test_both_sides_name_the_field_that_differs(recorder, caplog, transport, theirs, field):
     async with paired(transport) as pair:
         sender = KvSender(pair.source.memory, theirs, ManualClock(), transport)
         offer = pair.offer(recorder)
@@ -265,32 +263,31 @@ async def test_both_sides_name_the_field_that_differs(paired, recorder, caplog, 
 
 def test_pools_of_which_one_is_quantized_are_refused_by_the_dtype():
     layouts = (KvLayout(2, 1, 4, 8, dtype) for dtype in (DType.BFLOAT16, QuantDType.INT8))
-    prints = (fingerprint_fields(Fingerprints("model-a", layout)) for layout in layouts)
-    ours, theirs = (Hello("ab" * 16, "tcp", 16, ("xxh3-64",), each) for each in prints)
+    fields = (fingerprint_fields(Fingerprints("model-a", layout)) for layout in layouts)
+    ours, theirs = (Hello("ab" * 16, "tcp", 16, ("xxh3-64",), each) for each in fields)
     with pytest.raises(HandshakeMismatch, match="dtype differs: ours bfloat16, theirs int8"):
         compare(ours, theirs)
 
 
-async def test_a_field_that_only_one_side_knows_is_a_mismatch(paired, recorder, raw, prints, caplog):
+@pytest.mark.parametrize(
+    ("theirs", "said"),
+    [
+        ((*fingerprint_fields(PRINTS), ("rope", "new")), "rope differs: ours absent, theirs new"),
+        ((("model", "x" * 10_000),), "model differs"),
+    ],
+    ids=["a field that only one side knows", "one too long for the log"],
+)
+async def test_a_receiver_says_what_differs_in_few_words(recorder, caplog, theirs, said):
     async with paired("tcp") as pair:
-        hello = Hello("ab" * 16, "tcp", 16, ("xxh3-64",), (*fingerprint_fields(prints), ("rope", "new")))
+        hello = Hello("ab" * 16, "tcp", 16, ("xxh3-64",), theirs)
         async with raw(pair.offer(recorder), "tcp", hello) as peer:
             with pytest.raises(PeerLost):
                 await peer.hear()
-        assert "rope differs: ours absent, theirs new" in caplog.text
-
-
-async def test_a_hello_has_little_room_in_the_log(paired, recorder, raw, caplog):
-    async with paired("tcp") as pair:
-        hello = Hello("ab" * 16, "tcp", 16, ("xxh3-64",), (("model", "x" * 10_000),))
-        async with raw(pair.offer(recorder), "tcp", hello) as peer:
-            with pytest.raises(PeerLost):
-                await peer.hear()
-        assert "model differs" in caplog.text
+        assert said in caplog.text
         assert len(caplog.text) < 1000
 
 
-async def test_bytes_that_are_no_frame_end_the_connection_only(paired, recorder, raw):
+async def test_bytes_that_are_no_frame_end_the_connection_only(recorder):
     async with paired("tcp") as pair:
         offer = pair.offer(recorder)
         fields = Endpoint.decode(offer.endpoint).reach["tcp"]
@@ -298,13 +295,11 @@ async def test_bytes_that_are_no_frame_end_the_connection_only(paired, recorder,
         sock.setblocking(True)
         sock.sendall(b"GET / HTTP/1.1\r\nHost: somebody else\r\n\r\n")
         sock.close()
-        handoff = await pair.open(offer)
-        await handoff.push(0, (0, 1, 2))
-        await handoff.commit(b"")
-        assert recorder.calls == ["receiving", "committed"]
+        await push_and_commit(await pair.open(offer))
+        assert recorder.calls == RECEIVED
 
 
-async def test_garbage_on_an_open_transfer_fails_it(paired, recorder, raw):
+async def test_garbage_on_an_open_transfer_fails_it(recorder):
     async with paired("tcp") as pair:
         offer = pair.offer(recorder)
         async with raw(offer, "tcp") as peer:

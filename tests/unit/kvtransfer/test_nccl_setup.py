@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,9 +15,11 @@ from kvtransfer.nccl_library import NcclError, NcclLibrary
 from kvtransfer.receiver import KvReceiver
 from kvtransfer.transports.nccl import NcclTransport
 from tandem.errors import ConfigError
+from tests.kv_ends import QUICK
 from tests.manual_clock import ManualClock
 from tests.standins.cuda import DevicePool
 from tests.standins.nccl import StandInNccl, standin_nccl
+from tests.transports import PRINTS
 
 
 @pytest.fixture
@@ -28,16 +31,14 @@ def nccl() -> Iterator[StandInNccl]:
 
 
 def test_what_cannot_work_is_told_by_the_probe(nccl: StandInNccl) -> None:
-    def no_library() -> NcclLibrary:
-        return NcclLibrary("libnccl-of-nobody.so.2")
-
     def no_driver() -> Any:
         raise CudaError("the CUDA driver cannot be used: no such file")
 
     cuda = torch.device("cuda", 0)
     assert NcclTransport(lambda: nccl.cuda.driver, lambda: nccl.library).probe(cuda).usable
     assert NcclTransport().probe(torch.device("cpu")).reason == "pools on cpu are not on a GPU"
-    assert "libnccl-of-nobody" in NcclTransport(lambda: nccl.cuda.driver, no_library).probe(cuda).reason
+    missing = NcclTransport(lambda: nccl.cuda.driver, lambda: NcclLibrary("libnccl-of-nobody.so.2"))
+    assert "libnccl-of-nobody" in missing.probe(cuda).reason
     assert "driver cannot be used" in NcclTransport(no_driver).probe(cuda).reason
 
 
@@ -48,11 +49,9 @@ def test_a_library_too_old_is_refused_by_name(nccl: StandInNccl) -> None:
         NcclLibrary(path)
 
 
-def test_a_pool_in_host_memory_is_refused_by_name(
-    nccl: StandInNccl, prints: Any, quick: Any, make_pool: Callable[..., Any]
-) -> None:
+def test_a_pool_in_host_memory_is_refused_by_name(nccl: StandInNccl, make_pool: Callable[..., Any]) -> None:
     known = (nccl.transport(),)
-    receiver = KvReceiver(make_pool().memory, prints, ManualClock(), ("nccl",), "127.0.0.1", timing=quick, known=known)
+    receiver = KvReceiver(make_pool().memory, PRINTS, ManualClock(), ("nccl",), "127.0.0.1", timing=QUICK, known=known)
     with pytest.raises(ConfigError, match="nccl needs a pool on a GPU"):
         asyncio.run(receiver.start())
 
@@ -67,11 +66,6 @@ def test_a_pool_in_host_memory_is_refused_by_name(
 )
 def test_whom_it_does_not_reach(nccl: StandInNccl, change: dict[str, str], reason: str | None) -> None:
     transport = NcclTransport(lambda: nccl.cuda.driver, lambda: nccl.library)
-    pool = DevicePool(16, 256)
-
-    class Local:
-        device = pool.memory.device
-
-    fields = {"gpu": "ff", "version": "2.27.7"} | change
-    assert transport.unreachable(Local(), fields) == reason  # type: ignore[arg-type]
+    pool, fields = DevicePool(16, 256), {"gpu": "ff", "version": "2.27.7"} | change
+    assert transport.unreachable(SimpleNamespace(device=pool.memory.device), fields) == reason
     pool.close()

@@ -8,7 +8,6 @@ import os
 import sys
 import threading
 from collections.abc import AsyncIterator, Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,31 +17,21 @@ import torch
 
 from kernels.digest import MIX64
 from kvtransfer import nixl_agent, to_its_end
-from kvtransfer.base import BlockRef, DeviceMemory, PoolMemory
+from kvtransfer.base import DeviceMemory, Fingerprints, PoolMemory
 from kvtransfer.connection import Connection
 from kvtransfer.frame import Frame, FrameType
 from kvtransfer.nixl_agent import PACKAGES, Agent, load
 from kvtransfer.pool import Pool
-from kvtransfer.receiver import KvReceiver
-from kvtransfer.sender import KvSender
 from kvtransfer.timing import Timing
 from kvtransfer.transport import ListenOptions
 from kvtransfer.transports import device, nixl
 from kvtransfer.transports.device import DeviceWork
 from tandem.errors import ConfigError, PeerLost, TransferError
-from tandem.types import BlockId
-from tests.manual_clock import ManualClock
+from tests.kv_ends import FAILED, PATIENCE_S, SOURCES, TARGETS, Pair, Recorder, ends, paired, push_and_commit, until
 from tests.nixl_param import needs_nixl
+from tests.transports import PRINTS, SharedPool
 
-PATIENCE_S = 20.0
-TARGETS, SOURCES = (3, 1, 2), (9, 4, 5)
 SOMEWHERE = {"memory": "DRAM", "device": "0", "address": "4096"}
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(PATIENCE_S):
-        while not condition():  # noqa: ASYNC110 - threads and the kernel tell nobody
-            await asyncio.sleep(0.005)
 
 
 def kv_threads() -> int:
@@ -58,29 +47,22 @@ def num_tasks() -> int:
     return len(os.listdir("/proc/self/task"))
 
 
-async def hand_over(pair: Any, listener: Any) -> None:
-    handoff = await pair.open(pair.offer(listener, TARGETS))
-    await handoff.push(0, SOURCES)
-    await handoff.commit(b"")
-    assert pair.landed(SOURCES, TARGETS)
-
-
 @pytest.fixture
-def pools(make_pool: Callable[..., Any], prints: Any) -> tuple[Pool, Pool]:
+def pools(make_pool: Callable[..., Any]) -> tuple[Pool, Pool]:
     """A source and a target."""
-    source, target = (Pool(make_pool().memory, prints) for _ in range(2))
+    source, target = (Pool(make_pool().memory, PRINTS) for _ in range(2))
     return source, target
 
 
 @needs_nixl
-async def test_links_that_have_ended_leave_no_descriptor_and_no_thread(paired: Any, make_recorder: Any) -> None:
+async def test_links_that_have_ended_leave_no_descriptor_and_no_thread() -> None:
     async with paired("nixl") as pair:  # what UCX keeps once it was used
-        await hand_over(pair, make_recorder())
+        await pair.hand_over(Recorder())
     assert kv_threads() == 0
     before = num_descriptors(), num_tasks()
     for _ in range(3):
         async with paired("nixl") as pair:
-            await hand_over(pair, make_recorder())
+            await pair.hand_over(Recorder())
             assert kv_threads() == 2
         assert (num_descriptors(), kv_threads()) == (before[0], 0)
     await until(lambda: num_tasks() <= before[1])
@@ -123,10 +105,10 @@ async def test_an_agent_whose_write_stood_still_leaves_no_descriptor(
 
 @needs_nixl
 async def test_a_connection_whose_agent_hangs_is_closed_and_its_blocks_stay_in_quarantine(
-    paired: Any, make_recorder: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(to_its_end, "THREAD_ENDS_WITHIN_S", 0.05)
-    hangs, listener = threading.Event(), make_recorder()
+    hangs, listener = threading.Event(), Recorder()
     drop = Agent.drop
 
     def hanging(self: Agent) -> None:
@@ -135,7 +117,7 @@ async def test_a_connection_whose_agent_hangs_is_closed_and_its_blocks_stay_in_q
 
     try:
         async with paired("nixl") as pair:
-            handoff = await pair.open(pair.offer(listener, TARGETS))
+            handoff = await pair.begin(listener)
             await handoff.push(0, SOURCES)
             monkeypatch.setattr(Agent, "drop", hanging)
             for session in tuple(pair.receiver._sessions.values()):
@@ -144,16 +126,14 @@ async def test_a_connection_whose_agent_hangs_is_closed_and_its_blocks_stay_in_q
                 await pair.sender.stop()
                 await pair.receiver.stop()
         assert caplog.text.count("did not end within 0.05 s") == 2
-        assert listener.calls == ["receiving", "failed"]
+        assert listener.calls == FAILED[:2]
     finally:
         hangs.set()
     await until(lambda: kv_threads() == 0)
 
 
 @needs_nixl
-async def test_a_receiver_looks_for_bytes_only_while_a_transfer_is_open(
-    paired: Any, make_recorder: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_receiver_looks_for_bytes_only_while_a_transfer_is_open(monkeypatch: pytest.MonkeyPatch) -> None:
     told: list[int] = []
     expect = nixl._ReceivingLane.expect
 
@@ -164,14 +144,14 @@ async def test_a_receiver_looks_for_bytes_only_while_a_transfer_is_open(
 
     monkeypatch.setattr(nixl._ReceivingLane, "expect", recorded)
     async with paired("nixl") as pair:
-        first = await pair.open(pair.offer(make_recorder(), (1,)))
-        second = await pair.open(pair.offer(make_recorder(), (2,)))
+        first = await pair.begin(Recorder(), (1,))
+        second = await pair.begin(Recorder(), (2,))
         await first.push(0, (4,))
         await first.commit(b"")
         await second.abort()
         await until(lambda: len(told) == 4)
         assert told == [1, 2, 1, 0]
-        await hand_over(pair, make_recorder())
+        await pair.hand_over(Recorder())
 
 
 @needs_nixl
@@ -206,7 +186,7 @@ async def test_an_agent_that_has_ended_lets_nothing_in_that_was_on_its_way(pools
 
 @needs_nixl
 async def test_a_write_that_stands_still_cuts_the_link_and_the_receiver_ends_the_access(
-    paired: Any, recorder: Any, make_recorder: Any, monkeypatch: pytest.MonkeyPatch
+    recorder: Recorder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     said: list[FrameType] = []
     send, expect = Connection.send, nixl._ReceivingLane.expect
@@ -219,7 +199,7 @@ async def test_a_write_that_stands_still_cuts_the_link_and_the_receiver_ends_the
     monkeypatch.setattr(Connection, "send", recorded)
     monkeypatch.setattr(nixl._ReceivingLane, "expect", lambda self, num_transfers: None)
     async with paired("nixl", Timing(lease_s=PATIENCE_S, reply_s=PATIENCE_S, stop_s=PATIENCE_S)) as pair:
-        handoff = await pair.open(pair.offer(recorder, TARGETS))
+        handoff = await pair.begin(recorder)
         with monkeypatch.context() as impatient:  # no answer but that of this write may come too late
             write = Agent.write
             impatient.setattr(Agent, "write", lambda self, *args: write(self, *args[:3], patience_s=0.3))
@@ -227,10 +207,10 @@ async def test_a_write_that_stands_still_cuts_the_link_and_the_receiver_ends_the
                 await handoff.push(0, SOURCES)
         await handoff.abort()
         await recorder.until("writer_stopped")
-        assert recorder.calls == ["receiving", "failed", "writer_stopped"]
+        assert recorder.calls == FAILED
         assert not {FrameType.ABORT, FrameType.DRAINED, FrameType.BYE, FrameType.WRITE} & set(said)
         monkeypatch.setattr(nixl._ReceivingLane, "expect", expect)
-        await hand_over(pair, make_recorder())  # over a new link
+        await pair.hand_over(Recorder())  # over a new link
 
 
 @needs_nixl
@@ -244,7 +224,7 @@ async def test_a_write_that_stands_still_cuts_the_link_and_the_receiver_ends_the
     ],
 )
 async def test_a_receiver_whose_agent_cannot_be_joined_is_refused(
-    paired: Any, recorder: Any, monkeypatch: pytest.MonkeyPatch, details: dict[str, str]
+    recorder: Recorder, monkeypatch: pytest.MonkeyPatch, details: dict[str, str]
 ) -> None:
     async def prepare(self: Any) -> None:
         self.details = details
@@ -252,81 +232,60 @@ async def test_a_receiver_whose_agent_cannot_be_joined_is_refused(
     monkeypatch.setattr(nixl._ReceivingLane, "prepare", prepare)
     async with paired("nixl") as pair:
         with pytest.raises(TransferError, match=r"agent|nixl|VRAM"):
-            await pair.open(pair.offer(recorder, TARGETS))
+            await pair.begin(recorder)
         assert recorder.calls == []
 
 
 @needs_nixl
-async def test_a_handshake_that_fails_leaves_no_agent(paired: Any, recorder: Any, make_pool: Any) -> None:
+async def test_a_handshake_that_fails_leaves_no_agent(recorder: Recorder, make_pool: Any) -> None:
     async with paired("nixl") as pair:
-        pair.sender._pool.fingerprints = type(pair.sender._pool.fingerprints)(
-            "another model", pair.sender._pool.fingerprints.layout
-        )
+        pair.sender._pool.fingerprints = Fingerprints("another model", PRINTS.layout)
         with pytest.raises(TransferError, match="model"):
-            await pair.open(pair.offer(recorder, TARGETS))
+            await pair.begin(recorder)
     assert kv_threads() == 0
 
 
-@dataclass(frozen=True, slots=True)
-class DevicePair:
-    """Both ends of links between pools on a device."""
+class HostDevicePool(SharedPool):
+    """On a device that is host memory here, which NIXL knows by the tensor; no block may pass through its rows."""
 
-    source: torch.Tensor
-    target: torch.Tensor
-    rows: torch.Tensor
-    """Those of host memory, which no block may pass through."""
-    sender: KvSender
-    receiver: KvReceiver
-
-    async def open(self, listener: Any) -> Any:
-        offer = self.receiver.offer(tuple(BlockRef(BlockId(i), 1) for i in TARGETS), listener, 30.0)
-        return await self.sender.open(offer.ticket, offer.endpoint, 5.0)
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows = torch.zeros_like(self.blocks)
+        device = DeviceMemory(self.blocks, None, self.blocks.nbytes)
+        self.memory = PoolMemory(self.rows, None, self.memory.incarnation, device=device)
 
 
 @pytest.fixture
-async def device_pair(make_pool: Callable[..., Any], prints: Any, patient: Timing) -> AsyncIterator[DevicePair]:
-    """The device is host memory here; NIXL is told of it by the tensor."""
-    source, target, rows = make_pool(), make_pool(), torch.zeros(16, prints.layout.block_bytes, dtype=torch.uint8)
-    memories = [
-        PoolMemory(rows, None, pool.memory.incarnation, device=DeviceMemory(pool.blocks, None, pool.blocks.nbytes))
-        for pool in (source, target)
-    ]
-    clock = ManualClock()
-    receiver = KvReceiver(memories[1], prints, clock, ("nixl",), "127.0.0.1", timing=patient)
-    sender = KvSender(memories[0], prints, clock, "nixl", timing=patient)
-    await receiver.start()
-    try:
-        yield DevicePair(source.blocks, target.blocks, rows, sender, receiver)
-    finally:
-        await sender.stop()
-        await receiver.stop()
+async def device_pair() -> AsyncIterator[Pair]:
+    async with ends(HostDevicePool(), HostDevicePool(), "nixl", ("nixl",)) as pair:
+        yield pair
 
 
 @needs_nixl
 async def test_pools_on_a_device_are_written_and_verified_there_past_their_rows(
-    device_pair: DevicePair, recorder: Any
+    device_pair: Pair, recorder: Recorder
 ) -> None:
-    handoff = await device_pair.open(recorder)
+    handoff = await device_pair.begin(recorder)
     assert handoff._lane.verify == (MIX64,)
-    await handoff.push(0, SOURCES)
-    await handoff.commit(b"")
-    assert torch.equal(device_pair.source[list(SOURCES)], device_pair.target[list(TARGETS)])
-    assert not device_pair.rows.any()
+    await push_and_commit(handoff)
+    assert device_pair.landed()
+    assert not device_pair.source.rows.any()
+    assert not device_pair.target.rows.any()
 
 
 @needs_nixl
 async def test_who_stops_waits_for_digests_that_still_read_a_pool_on_a_device(
-    device_pair: DevicePair, recorder: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    device_pair: Pair, recorder: Recorder, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     over, digests = threading.Event(), DeviceWork.digests
 
-    def hang_at_the_receiver(self: DeviceWork, block_ids: Sequence[BlockId]) -> tuple[int, ...]:
+    def hang_at_the_receiver(self: DeviceWork, block_ids: Sequence[int]) -> tuple[int, ...]:
         return () if tuple(block_ids) == TARGETS and over.wait(PATIENCE_S) else digests(self, block_ids)
 
     monkeypatch.setattr(DeviceWork, "digests", hang_at_the_receiver)
     monkeypatch.setattr(device, "ANSWERS_WITHIN_S", 0.05)
     monkeypatch.setattr(to_its_end, "THREAD_ENDS_WITHIN_S", 0.5)
-    handoff = await device_pair.open(recorder)
+    handoff = await device_pair.begin(recorder)
     try:
         with pytest.raises(TransferError, match="the device did not answer within"):
             await push_and_commit(handoff)
@@ -335,11 +294,6 @@ async def test_who_stops_waits_for_digests_that_still_read_a_pool_on_a_device(
         assert "did not end within 0.5 s and is left behind" in caplog.text
     finally:
         over.set()
-
-
-async def push_and_commit(handoff: Any) -> None:
-    await handoff.push(0, SOURCES)
-    await handoff.commit(b"")
 
 
 @needs_nixl

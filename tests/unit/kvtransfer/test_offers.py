@@ -11,6 +11,7 @@ from kvtransfer.base import BlockRef
 from kvtransfer.messages import Commit, Write, digest_of
 from kvtransfer.offers import OfferTable
 from tandem.errors import InternalError, PeerLost, TicketRefused, TransferError
+from tests.kv_ends import FAILED, RECEIVED, Recorder
 from tests.manual_clock import ManualClock
 
 NUM_BLOCKS = 12
@@ -22,32 +23,12 @@ def make_table():
     return OfferTable("ab" * 16, "cd" * 16, NUM_BLOCKS, clock), clock
 
 
-@dataclass
-class Owner:
+class Owner(Recorder):
     """A decode worker: knows for each offer whether its blocks may be used again."""
-
-    calls: list[str] = field(default_factory=list)
 
     @property
     def holds_blocks(self):
         return self.calls[-1:] not in (["committed"], ["writer_stopped"])
-
-    def on_receiving(self):
-        assert self.calls == []
-        self.calls.append("receiving")
-
-    def on_committed(self, first_token_payload):
-        assert self.calls == ["receiving"]
-        self.calls.append("committed")
-
-    def on_failed(self, error):
-        assert isinstance(error, TransferError)
-        assert self.calls in ([], ["receiving"])
-        self.calls.append("failed")
-
-    def on_writer_stopped(self):
-        assert self.calls[-1] == "failed"
-        self.calls.append("writer_stopped")
 
 
 @dataclass
@@ -117,7 +98,7 @@ class Interleavings(RuleBasedStateMachine):
         if deal := self.pick(index):
             try:
                 self.table.commit(deal.number, Commit(deal.seq, digest_of(SUMS), b""))
-                assert deal.owner.calls == ["receiving", "committed"]
+                assert deal.owner.calls == RECEIVED
             except TransferError:
                 pass
 
@@ -148,7 +129,7 @@ class Interleavings(RuleBasedStateMachine):
     @invariant()
     def blocks_return_only_after_their_writer_let_go(self):
         for deal in self.deals:
-            if deal.owner.calls == ["receiving", "failed", "writer_stopped"]:
+            if deal.owner.calls == FAILED:
                 committed_badly = deal.writer.may_write and deal.writer.asked == 0
                 assert committed_badly or not deal.writer.may_write
 

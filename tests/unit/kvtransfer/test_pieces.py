@@ -1,8 +1,11 @@
 """Pieces of one hand-off: placed ahead, announced in order, none after one that failed."""
 
+from contextlib import asynccontextmanager
+
 import pytest
 
 from tandem.errors import TransferError
+from tests.kv_ends import Recorder, paired, push_and_commit
 
 
 class _WatchedLane:
@@ -27,24 +30,25 @@ class _WatchedLane:
         return self._lane.announce(sink, write, sources, *rest)
 
 
-async def test_the_next_piece_is_placed_before_the_one_at_hand_is_announced(paired, make_recorder, monkeypatch):
+@asynccontextmanager
+async def watched(monkeypatch, failing=None):
     monkeypatch.setattr("kvtransfer.handoff.PIECE_BYTES", 1)
     async with paired("shm") as pair:
-        listener = make_recorder()
-        handoff = await pair.open(pair.offer(listener, (4, 5, 6)))
-        handoff._lane = lane = _WatchedLane(handoff._lane)
-        await handoff.push(0, (1, 2, 3))
-        await handoff.commit(b"")
+        listener = Recorder()
+        handoff = await pair.begin(listener, (4, 5, 6))
+        handoff._lane = lane = _WatchedLane(handoff._lane, failing)
+        yield pair, handoff, lane, listener
+
+
+async def test_the_next_piece_is_placed_before_the_one_at_hand_is_announced(monkeypatch):
+    async with watched(monkeypatch) as (pair, handoff, lane, _):
+        await push_and_commit(handoff, (1, 2, 3))
         assert lane.events == ["place 1", "place 2", "announce 1", "place 3", "announce 2", "announce 3"]
         assert pair.landed((1, 2, 3), (4, 5, 6))
 
 
-async def test_a_piece_that_cannot_be_placed_is_not_announced_nor_is_any_after_it(paired, make_recorder, monkeypatch):
-    monkeypatch.setattr("kvtransfer.handoff.PIECE_BYTES", 1)
-    async with paired("shm") as pair:
-        listener = make_recorder()
-        handoff = await pair.open(pair.offer(listener, (4, 5, 6)))
-        handoff._lane = lane = _WatchedLane(handoff._lane, failing=2)
+async def test_a_piece_that_cannot_be_placed_is_not_announced_nor_is_any_after_it(monkeypatch):
+    async with watched(monkeypatch, failing=2) as (_, handoff, lane, listener):
         with pytest.raises(TransferError, match="mapping is closed"):
             await handoff.push(0, (1, 2, 3))
         await handoff.abort()

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
-from dataclasses import dataclass, field, replace
-from typing import Any
+from dataclasses import dataclass, field
 
 import pytest
-import torch
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, rule
@@ -16,7 +13,7 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invaria
 from kvtransfer.pool import MAX_SLICES, MIN_ROWS, Pool
 from kvtransfer.ring import Loan, Ring, give_up
 from tandem.errors import InternalError
-from tests.transports import CopiedStaging
+from tests.transports import PRINTS, StagedPool
 
 
 @dataclass(eq=False)
@@ -139,19 +136,12 @@ async def test_a_waiter_that_is_cancelled_after_it_was_served_gives_back() -> No
     assert rows.num_free == 1
 
 
-@pytest.fixture
-def make_staged(make_pool: Any, prints: Any) -> Callable[[int], Pool]:
-    """A pool whose blocks pass through so many rows."""
-
-    def make(num_rows: int) -> Pool:
-        memory = make_pool(num_rows).memory
-        return Pool(replace(memory, staging=CopiedStaging(torch.zeros_like(memory.blocks))), prints)
-
-    return make
+def make_staged(num_rows: int) -> Pool:
+    return Pool(StagedPool(ring_rows=num_rows).memory, PRINTS)
 
 
 @pytest.mark.parametrize("num_rows", [MIN_ROWS, 7, 16, 50, 4096])
-async def test_the_parts_of_a_staged_pools_rows_share_none(make_staged: Callable[[int], Pool], num_rows: int) -> None:
+async def test_the_parts_of_a_staged_pools_rows_share_none(num_rows: int) -> None:
     pool = make_staged(num_rows)
     slices = [lent for _ in range(MAX_SLICES + 1) if (lent := pool.lend_slice()) is not None]
     assert 1 <= len(slices) <= MAX_SLICES
@@ -165,6 +155,6 @@ async def test_the_parts_of_a_staged_pools_rows_share_none(make_staged: Callable
     pool.close()
 
 
-def test_too_few_rows_to_share_are_refused(make_staged: Callable[[int], Pool]) -> None:
+def test_too_few_rows_to_share_are_refused() -> None:
     with pytest.raises(InternalError, match="3 rows"):
         make_staged(3)

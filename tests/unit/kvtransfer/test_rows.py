@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import asyncio
 import mmap
 import os
 import sys
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Iterator
 
 import numpy as np
 import pytest
@@ -15,6 +13,7 @@ import xxhash
 
 from kvtransfer import rows as rows_module
 from kvtransfer.rows import Rows
+from tests.kv_ends import Recorder, paired, until
 
 ROW_BYTES = 3 * mmap.PAGESIZE // 2
 NUM_ROWS = 64
@@ -84,12 +83,6 @@ def test_nothing_is_populated_after_the_end(fd: int) -> None:
     assert real_bytes(fd) == 0
 
 
-async def becomes_real(fd: int) -> None:
-    async with asyncio.timeout(20):
-        while not real_bytes(fd):  # noqa: ASYNC110 - the kernel tells nobody
-            await asyncio.sleep(0.001)
-
-
 def drop_pages(fd: int) -> None:
     size = os.fstat(fd).st_size
     os.ftruncate(fd, 0)
@@ -97,15 +90,13 @@ def drop_pages(fd: int) -> None:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="needs MADV_POPULATE_WRITE")
-async def test_both_ends_of_a_hand_off_populate_its_blocks_before_anything_is_pushed(
-    paired: Callable, recorder: Any
-) -> None:
+async def test_both_ends_of_a_hand_off_populate_its_blocks_before_anything_is_pushed(recorder: Recorder) -> None:
     async with paired("shm") as pair:
         drop_pages(pair.target.fd)
         offer = pair.offer(recorder)
-        await becomes_real(pair.target.fd)
+        await until(lambda: real_bytes(pair.target.fd))
 
         drop_pages(pair.target.fd)
         handoff = await pair.open(offer)
-        await becomes_real(pair.target.fd)
+        await until(lambda: real_bytes(pair.target.fd))
         await handoff.abort()

@@ -13,6 +13,7 @@ from kvtransfer.sender import KvSender
 from kvtransfer.transports import available, tcp, usable
 from tandem.errors import ConfigError, InternalError
 from tests.manual_clock import ManualClock
+from tests.transports import PRINTS
 
 
 def test_transports_work_for_pools_in_host_memory():
@@ -31,45 +32,45 @@ def test_transports_say_why_they_do_not_work():
     assert "meta" in available("meta")[0].reason
 
 
-def test_bytes_outside_host_memory_are_refused(make_pool, prints):
-    memory = dataclasses.replace(make_pool().memory, blocks=torch.empty(16, prints.layout.block_bytes, device="meta"))
+def test_bytes_outside_host_memory_are_refused(make_pool):
+    memory = dataclasses.replace(make_pool().memory, blocks=torch.empty(16, PRINTS.layout.block_bytes, device="meta"))
     with pytest.raises(ConfigError, match="ring"):
-        KvSender(memory, prints, ManualClock(), "tcp")
+        KvSender(memory, PRINTS, ManualClock(), "tcp")
 
 
-def test_unknown_transports_are_refused_by_name(make_pool, prints):
+def test_unknown_transports_are_refused_by_name(make_pool):
     memory = make_pool().memory
     with pytest.raises(ConfigError, match=r"transport: 'carrier'"):
-        KvSender(memory, prints, ManualClock(), "carrier")
+        KvSender(memory, PRINTS, ManualClock(), "carrier")
     with pytest.raises(ConfigError, match=r"transport: 'pigeon'"):
-        KvReceiver(memory, prints, ManualClock(), ("tcp", "pigeon"), "127.0.0.1")
+        KvReceiver(memory, PRINTS, ManualClock(), ("tcp", "pigeon"), "127.0.0.1")
 
 
-async def test_shm_needs_a_pool_in_shared_memory(make_pool, prints):
+async def test_shm_needs_a_pool_in_shared_memory(make_pool):
     memory = dataclasses.replace(make_pool().memory, shared_fd=None)
-    receiver = KvReceiver(memory, prints, ManualClock(), ("tcp", "shm"), "127.0.0.1")
+    receiver = KvReceiver(memory, PRINTS, ManualClock(), ("tcp", "shm"), "127.0.0.1")
     with pytest.raises(ConfigError, match="shm needs a pool in shared memory"):
         await receiver.start()
     await receiver.stop()
 
 
-async def test_an_address_that_cannot_be_listened_on_is_named(make_pool, prints):
-    receiver = KvReceiver(make_pool().memory, prints, ManualClock(), ("tcp",), "203.0.113.7")
+async def test_an_address_that_cannot_be_listened_on_is_named(make_pool):
+    receiver = KvReceiver(make_pool().memory, PRINTS, ManualClock(), ("tcp",), "203.0.113.7")
     with pytest.raises(ConfigError, match=r"--listen: cannot listen on '203\.0\.113\.7'"):
         await receiver.start()
     await receiver.stop()
 
 
-def test_a_misshapen_pool_is_our_own_bug(make_pool, prints):
+def test_a_misshapen_pool_is_our_own_bug(make_pool):
     memory = make_pool().memory
     for blocks in (memory.blocks.view(torch.int8), memory.blocks[:, :128], memory.blocks.view(32, 128)):
         with pytest.raises(InternalError):
-            KvSender(dataclasses.replace(memory, blocks=blocks), prints, ManualClock(), "tcp")
+            KvSender(dataclasses.replace(memory, blocks=blocks), PRINTS, ManualClock(), "tcp")
 
 
-async def test_kv_is_received_at_the_port_asked_for(make_pool, prints):
+async def test_kv_is_received_at_the_port_asked_for(make_pool):
     (port,) = free_ports(1)
-    receiver = KvReceiver(make_pool().memory, prints, ManualClock(), ("tcp",), "127.0.0.1", listen_port=port)
+    receiver = KvReceiver(make_pool().memory, PRINTS, ManualClock(), ("tcp",), "127.0.0.1", listen_port=port)
     await receiver.start()
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     await receiver.stop()

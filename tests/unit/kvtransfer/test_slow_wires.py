@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 
 from kvtransfer import handoff as handoff_module
-from kvtransfer.base import BlockRef
 from kvtransfer.connection import Connection
 from kvtransfer.endpoint import Endpoint
 from kvtransfer.frame import Frame, FrameType
@@ -21,8 +20,11 @@ from kvtransfer.ticket import Ticket
 from kvtransfer.timing import Timing
 from kvtransfer.transports.host import HostSendingLane
 from tandem.errors import PeerLost
-from tandem.types import BlockId, Incarnation
+from tandem.types import Incarnation
+from tests.kv_ends import QUICK, RECEIVED, Recorder, paired, push_and_commit, refs_of, rerouted
 from tests.manual_clock import ManualClock
+from tests.raw_sender import raw
+from tests.transports import PRINTS
 
 BRIEF = Timing(reply_s=0.02)
 NUM_LOOKS = 5
@@ -53,11 +55,10 @@ class Moving:
 
 
 @pytest.fixture
-def open_handoff(make_pool: Callable[..., Any], prints: Any) -> Callable[..., OutgoingHandoff]:
+def open_handoff(make_pool: Callable[..., Any]) -> Callable[..., OutgoingHandoff]:
     def opened(progress: Callable[[], int], window: int = 1) -> OutgoingHandoff:
-        pool = Pool(make_pool().memory, prints)
-        refs = tuple(BlockRef(BlockId(i), 1) for i in range(2))
-        ticket = Ticket(7, Incarnation("ab" * 16), bytes(16), "cd" * 16, 1000, 0, refs)
+        pool = Pool(make_pool().memory, PRINTS)
+        ticket = Ticket(7, Incarnation("ab" * 16), bytes(16), "cd" * 16, 1000, 0, refs_of(range(2)))
         lane = HostSendingLane(pool)
         lane.name = "slow"
         handoff = OutgoingHandoff(ticket, Sink(), lane, pool, ManualClock(), BRIEF, progress)  # type: ignore[arg-type]
@@ -70,8 +71,8 @@ def open_handoff(make_pool: Callable[..., Any], prints: Any) -> Callable[..., Ou
 async def test_credit_may_come_late_while_others_move_on_the_connection(open_handoff: Callable[..., Any]) -> None:
     moving = Moving(NUM_LOOKS)
     handoff = open_handoff(moving)
-    await handoff.push(0, (BlockId(0),))
-    pushing = asyncio.create_task(handoff.push(1, (BlockId(1),)))
+    await handoff.push(0, (0,))
+    pushing = asyncio.create_task(handoff.push(1, (1,)))
     await moving.enough.wait()
     assert not pushing.done()
     handoff.handle(Frame(FrameType.WRITE_OK, 7))
@@ -81,7 +82,7 @@ async def test_credit_may_come_late_while_others_move_on_the_connection(open_han
 async def test_the_commit_may_take_long_while_anything_moves(open_handoff: Callable[..., Any]) -> None:
     moving = Moving(NUM_LOOKS)
     handoff = open_handoff(moving, window=2)
-    await handoff.push(0, (BlockId(0), BlockId(1)))
+    await handoff.push(0, (0, 1))
     committing = asyncio.create_task(handoff.commit(b""))
     await moving.enough.wait()
     handoff.handle(Frame(FrameType.COMMITTED, 7))
@@ -90,15 +91,13 @@ async def test_the_commit_may_take_long_while_anything_moves(open_handoff: Calla
 
 async def test_a_connection_on_which_nothing_moves_fails_the_hand_off(open_handoff: Callable[..., Any]) -> None:
     handoff = open_handoff(lambda: 3)
-    await handoff.push(0, (BlockId(0),))
+    await handoff.push(0, (0,))
     with pytest.raises(PeerLost, match="no answer"):
-        await handoff.push(1, (BlockId(1),))
+        await handoff.push(1, (1,))
 
 
-async def test_heartbeats_are_no_progress_and_answers_and_payload_are(
-    paired: Any, recorder: Any, raw: Any, quick: Timing
-) -> None:
-    async with paired("tcp", quick) as pair:
+async def test_heartbeats_are_no_progress_and_answers_and_payload_are(recorder: Recorder) -> None:
+    async with paired("tcp", QUICK) as pair:
         offer = pair.offer(recorder, (3,))
         async with raw(offer, "tcp") as peer:
             connection: Connection = peer.connection
@@ -143,25 +142,21 @@ class SlowProxy:
 
 
 async def test_a_hand_off_over_a_slow_wire_takes_as_long_as_it_takes(
-    paired: Any, recorder: Any, monkeypatch: pytest.MonkeyPatch
+    recorder: Recorder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One block in each WRITE, about one WRITE in each pause: in all several times what an answer may take."""
     monkeypatch.setattr(handoff_module, "PIECE_BYTES", 1)
     async with paired("tcp", Timing(lease_s=20.0, reply_s=2.0)) as pair:
         offer = pair.offer(recorder, tuple(range(12)))
-        endpoint = Endpoint.decode(offer.endpoint)
-        fields = endpoint.reach["tcp"]
+        fields = Endpoint.decode(offer.endpoint).reach["tcp"]
         async with SlowProxy(fields["host"], int(fields["port"]), 400, pause_s=0.5) as port:
-            detour = Endpoint(endpoint.incarnation, {"tcp": {**fields, "port": str(port)}})
-            handoff = await pair.sender.open(offer.ticket, detour.encode(), 5.0)
-            await handoff.push(0, tuple(range(12)))
-            report = await handoff.commit(b"first token")
-            assert report.num_blocks == 12
-            assert recorder.calls == ["receiving", "committed"]
+            handoff = await pair.open(rerouted(offer, "tcp", port=str(port)))
+            assert (await push_and_commit(handoff, range(12))).num_blocks == 12
+            assert recorder.calls == RECEIVED
             await pair.sender.stop()
 
 
-async def test_an_urgent_frame_overtakes_what_waits_to_leave(paired: Any, recorder: Any, raw: Any) -> None:
+async def test_an_urgent_frame_overtakes_what_waits_to_leave(recorder: Recorder) -> None:
     async with paired("tcp") as pair:
         offer = pair.offer(recorder, (3,))
         async with raw(offer, "tcp") as peer:

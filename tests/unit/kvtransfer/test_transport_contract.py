@@ -5,29 +5,28 @@ from __future__ import annotations
 import asyncio
 import secrets
 import socket
-from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
 import torch
 
-from kvtransfer.base import BlockRef, Handoff
+from kvtransfer.base import BlockRef
 from kvtransfer.connection import Connection
 from kvtransfer.frame import Frame
 from kvtransfer.handshake import Hello
 from kvtransfer.pool import Pool
-from kvtransfer.receiver import KvReceiver
 from kvtransfer.ring import Loan
 from kvtransfer.sender import KvSender
-from kvtransfer.timing import Timing
 from kvtransfer.transport import Acceptor, Fields, FrameSink, ListenOptions, SendingLane, TransportStatus
 from kvtransfer.transports import TRANSPORTS, named, tcp
 from kvtransfer.transports.host import XXH3, HostReceivingLane, HostSendingLane
 from tandem.errors import ChecksumMismatch, ConfigError, HandshakeMismatch, TransferError
 from tandem.security.tls import ClientTls
 from tandem.types import BlockId
+from tests.kv_ends import FAILED, Recorder, ends
 from tests.manual_clock import ManualClock
+from tests.transports import PRINTS, SharedPool
 
 NAME = "rendezvous"
 SUM = "sum-64"
@@ -144,83 +143,53 @@ def wires() -> Wires:
     return Wires()
 
 
-@pytest.fixture
-def joined(make_pool: Callable[..., Any], prints: Any, patient: Timing) -> Callable[..., Any]:
-    """`async with joined(at_the_receiver, at_the_sender, choice) as (receiver, sender, source, target)`."""
-
-    @asynccontextmanager
-    async def opened(theirs: Any, ours: Any, choice: str = NAME) -> AsyncIterator[tuple[Any, ...]]:
-        clock, source, target = ManualClock(), make_pool(), make_pool()
-        known = (theirs, *HOST)
-        names = tuple(transport.name for transport in known) if choice == "auto" else (choice,)
-        receiver = KvReceiver(target.memory, prints, clock, names, "127.0.0.1", timing=patient, known=known)
-        sender = KvSender(source.memory, prints, clock, choice, timing=patient, known=(ours, *HOST))
-        await receiver.start()
-        try:
-            yield receiver, sender, source, target
-            receiver.check_invariants()
-        finally:
-            await sender.stop()
-            await receiver.stop()
-
-    return opened
-
-
-async def open_handoff(receiver: Any, sender: Any, listener: Any) -> Handoff:
-    refs = tuple(BlockRef(BlockId(i), 1) for i in (3, 1, 2))
-    offer = receiver.offer(refs, listener, 30.0)
-    return await sender.open(offer.ticket, offer.endpoint, 5.0)  # type: ignore[no-any-return]
+def joined(theirs: RendezvousTransport, ours: RendezvousTransport, choice: str = NAME) -> Any:
+    """`async with joined(at_the_receiver, at_the_sender, choice) as pair`."""
+    known = (theirs, *HOST)
+    names = tuple(transport.name for transport in known) if choice == "auto" else (choice,)
+    return ends(
+        *(SharedPool(), SharedPool(), choice, names),
+        sender={"known": (ours, *HOST)},
+        receiver={"known": known},
+    )
 
 
 @pytest.mark.parametrize("choice", [NAME, "auto"])
 async def test_blocks_travel_by_it_and_are_verified_by_its_digest(
-    joined: Callable[..., Any], wires: Wires, recorder: Any, choice: str
+    wires: Wires, recorder: Recorder, choice: str
 ) -> None:
     transport = RendezvousTransport(wires)
-    async with joined(transport, transport, choice) as (receiver, sender, source, target):
-        handoff = await open_handoff(receiver, sender, recorder)
-        await handoff.push(0, (9, 4, 5))
-        report = await handoff.commit(b"")
+    async with joined(transport, transport, choice) as pair:
+        report = await pair.hand_over(recorder)
         assert (report.transport, report.num_blocks, wires.num_blocks) == (NAME, 3, 3)
-        assert torch.equal(source.blocks[[9, 4, 5]], target.blocks[[3, 1, 2]])
 
 
 @pytest.mark.parametrize("verify", [(SUM,), (XXH3, SUM)])
 async def test_what_the_wire_spoiled_fails_by_either_digest(
-    joined: Callable[..., Any], wires: Wires, recorder: Any, verify: tuple[str, ...]
+    wires: Wires, recorder: Recorder, verify: tuple[str, ...]
 ) -> None:
     transport = RendezvousTransport(wires, verify)
-    async with joined(transport, transport) as (receiver, sender, source, _):
-        source.blocks.fill_(7)
+    async with joined(transport, transport) as pair:
+        pair.source.blocks.fill_(7)
         wires.spoil = True
-        handoff = await open_handoff(receiver, sender, recorder)
         with pytest.raises(ChecksumMismatch):
-            await push_and_commit(handoff)
-        assert recorder.calls == ["receiving", "failed", "writer_stopped"]
+            await pair.hand_over(recorder)
+        assert recorder.calls == FAILED
 
 
-async def push_and_commit(handoff: Handoff) -> None:
-    await handoff.push(0, (BlockId(9), BlockId(4), BlockId(5)))
-    await handoff.commit(b"")
-
-
-async def test_payload_of_a_hand_off_that_was_withdrawn_meets_its_receive_and_goes_nowhere(
-    joined: Callable[..., Any], wires: Wires, make_recorder: Callable[[], Any]
-) -> None:
+async def test_payload_of_a_hand_off_that_was_withdrawn_meets_its_receive_and_goes_nowhere(wires: Wires) -> None:
     transport = RendezvousTransport(wires)
-    async with joined(transport, transport) as (receiver, sender, _, target):
-        first, second = make_recorder(), make_recorder()
-        before = target.blocks.clone()
-        refs = (BlockRef(BlockId(8), 1),)
-        offer = receiver.offer(refs, first, 30.0)
-        handoff = await sender.open(offer.ticket, offer.endpoint, 5.0)
+    async with joined(transport, transport) as pair:
+        first = Recorder()
+        before = pair.target.blocks.clone()
+        offer = pair.offer(first, (8,))
+        handoff = await pair.open(offer)
         pushing = asyncio.ensure_future(handoff.push(0, (9,)))
-        receiver.withdraw(offer.transfer_id)
+        pair.receiver.withdraw(offer.transfer_id)
         await asyncio.gather(pushing, return_exceptions=True)
-        assert first.calls == ["receiving", "failed", "writer_stopped"]
-        await push_and_commit(await open_handoff(receiver, sender, second))
-        assert second.calls == ["receiving", "committed"]
-        assert torch.equal(target.blocks[8], before[8])
+        assert first.calls == FAILED
+        await pair.hand_over(Recorder())
+        assert torch.equal(pair.target.blocks[8], before[8])
 
 
 @pytest.mark.parametrize(
@@ -228,9 +197,8 @@ async def test_payload_of_a_hand_off_that_was_withdrawn_meets_its_receive_and_go
     [((XXH3, SUM), (SUM, XXH3), SUM), ((XXH3, SUM), (XXH3, SUM), XXH3), ((XXH3,), (SUM, XXH3), XXH3)],
 )
 async def test_the_senders_best_digest_that_the_receiver_can_do_is_agreed_on(
-    joined: Callable[..., Any],
     wires: Wires,
-    recorder: Any,
+    recorder: Recorder,
     monkeypatch: pytest.MonkeyPatch,
     theirs: tuple[str, ...],
     ours: tuple[str, ...],
@@ -244,48 +212,37 @@ async def test_the_senders_best_digest_that_the_receiver_can_do_is_agreed_on(
             _attach(self, hello, verify)
 
         monkeypatch.setattr(lane, "attach", attach)
-    async with joined(RendezvousTransport(wires, theirs), RendezvousTransport(wires, ours)) as (receiver, sender, *_):
-        await push_and_commit(await open_handoff(receiver, sender, recorder))
+    async with joined(RendezvousTransport(wires, theirs), RendezvousTransport(wires, ours)) as pair:
+        await pair.hand_over(recorder)
     assert agreed == [used, used]
 
 
 async def test_sides_without_a_common_digest_refuse_each_other_by_the_fields_name(
-    joined: Callable[..., Any], wires: Wires, recorder: Any, caplog: pytest.LogCaptureFixture
+    wires: Wires, recorder: Recorder, caplog: pytest.LogCaptureFixture
 ) -> None:
     theirs, ours = RendezvousTransport(wires, (XXH3,)), RendezvousTransport(wires, (SUM, "crc"))
-    async with joined(theirs, ours) as (receiver, sender, *_):
+    async with joined(theirs, ours) as pair:
         with pytest.raises(HandshakeMismatch, match="verify differs: ours sum-64,crc, theirs xxh3-64"):
-            await open_handoff(receiver, sender, recorder)
+            await pair.begin(recorder)
         assert "verify differs: ours xxh3-64, theirs sum-64,crc" in caplog.text
         assert recorder.calls == []
 
 
-async def test_auto_passes_over_what_cannot_reach_the_peer(
-    joined: Callable[..., Any], wires: Wires, recorder: Any
-) -> None:
+async def test_auto_passes_over_what_cannot_reach_the_peer(wires: Wires, recorder: Recorder) -> None:
     theirs, ours = RendezvousTransport(wires), RendezvousTransport(wires, why_not="no peer access")
-    async with joined(theirs, ours, "auto") as (receiver, sender, *_):
-        handoff = await open_handoff(receiver, sender, recorder)
-        await handoff.push(0, (0, 1, 2))
-        assert (await handoff.commit(b"")).transport == "shm"
+    async with joined(theirs, ours, "auto") as pair:
+        assert (await pair.hand_over(recorder)).transport == "shm"
 
 
-async def test_auto_says_why_nothing_reaches_the_peer(
-    make_pool: Callable[..., Any], prints: Any, patient: Timing, wires: Wires, recorder: Any
-) -> None:
-    ours = RendezvousTransport(wires, why_not="no peer access")
-    theirs = RendezvousTransport(wires)
-    clock = ManualClock()
-    receiver = KvReceiver(make_pool().memory, prints, clock, (NAME,), "127.0.0.1", timing=patient, known=(theirs,))
-    sender = KvSender(make_pool().memory, prints, clock, "auto", timing=patient, known=(ours, *TRANSPORTS))
-    await receiver.start()
-    with pytest.raises(TransferError, match=r"the peer offers rendezvous\. rendezvous: no peer access"):
-        await open_handoff(receiver, sender, recorder)
-    await sender.stop()
-    await receiver.stop()
+async def test_auto_says_why_nothing_reaches_the_peer(wires: Wires, recorder: Recorder) -> None:
+    theirs, ours = RendezvousTransport(wires), RendezvousTransport(wires, why_not="no peer access")
+    here, there = {"known": (ours, *TRANSPORTS)}, {"known": (theirs,)}
+    async with ends(SharedPool(), SharedPool(), "auto", (NAME,), sender=here, receiver=there) as pair:
+        with pytest.raises(TransferError, match=r"the peer offers rendezvous\. rendezvous: no peer access"):
+            await pair.begin(recorder)
 
 
-def test_only_what_is_known_can_be_asked_for(make_pool: Callable[..., Any], prints: Any, wires: Wires) -> None:
-    memory, known = make_pool().memory, (RendezvousTransport(wires),)
+def test_only_what_is_known_can_be_asked_for(wires: Wires) -> None:
+    memory, known = SharedPool().memory, (RendezvousTransport(wires),)
     with pytest.raises(ConfigError, match="'tcp' is not one of rendezvous"):
-        KvSender(memory, prints, ManualClock(), "tcp", known=known)
+        KvSender(memory, PRINTS, ManualClock(), "tcp", known=known)
