@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from decode_worker.hand_overs import MANY_PREEMPTIONS, OFFER_S, STAY_S, WINDOW_S, HandOvers
+from decode_worker.moves import MANY_PREEMPTIONS, OFFER_S, STAY_S, WINDOW_S, Moves
 from engine.block_pool import BlockPool
 from engine.prefix_cache import PrefixCache
 from tandem.types import MoveReason
-from tests.integration.test_hand_over import Stream, TwoDecoders, computed_tokens, drained_at, spec_of
+from tests.integration.test_moves import Stream, TwoDecoders, computed_tokens, drained_at, spec_of
 
 
 @asynccontextmanager
@@ -44,7 +44,7 @@ async def test_an_overloaded_one_gives_one_stream_away_and_every_token_is_right(
         cores.old.engine.let_go()
         await cores.finish(*streams)
         assert moves(cores) == [("Moved", MoveReason.OVERLOAD)]
-        assert computed_tokens(cores.new.engine.steps) < 48, "what was handed over was computed again"
+        assert computed_tokens(cores.new.engine.steps) < 48, "what moved was computed again"
 
 
 async def test_an_overloaded_one_offers_one_at_a_time_and_each_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -52,7 +52,7 @@ async def test_an_overloaded_one_offers_one_at_a_time_and_each_in_turn(monkeypat
         cores.old.engine.hold()
         streams = [cores.start(spec_of(6, 30, salt)) for salt in range(3)]
         await cores.step_until(lambda: all(each.tokens for each in streams))
-        monkeypatch.setattr(HandOvers, "_is_overloaded", lambda *_: True)
+        monkeypatch.setattr(Moves, "_is_overloaded", lambda *_: True)
         for offered in (0, 1, 2, 0):
             cores.old.core.tick()
             await cores.until(streams[offered].task.done)
@@ -68,20 +68,20 @@ async def test_an_overloaded_one_offers_one_at_a_time_and_each_in_turn(monkeypat
         assert moves(cores) == []
 
 
-async def test_one_that_was_handed_over_stays_for_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(HandOvers, "_is_overloaded", lambda *_: True)
+async def test_one_that_moved_stays_for_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Moves, "_is_overloaded", lambda *_: True)
     async with drained_at(5, spec_of(8, 40)) as (cores, stream):
         await cores.move(stream)
         cores.old.engine.let_go()
         await cores.until(lambda: cores.new.engine.num_steps > 3)
         assert not stream.attempt.leaves
-        hand_overs = cores.new.core._decodes._hand_overs
+        leaving = cores.new.core._decodes._moves
         (request,) = cores.new.core._requests.values()
-        hand_overs._sender = cores.wire
+        leaving._sender = cores.wire
         for seconds, offered in ((STAY_S - 1.0, False), (1.0, True)):
             cores.clock.advance_s(seconds)
-            hand_overs.relieve([request], cores.clock.now_s())
-            assert (request in hand_overs._told) == offered
+            leaving.relieve([request], cores.clock.now_s())
+            assert (request in leaving._told) == offered
 
 
 class Preempted:
@@ -111,6 +111,6 @@ def test_many_preemptions_in_a_short_time_and_a_full_pool_are_overload(
     cache = PrefixCache(BlockPool(100, 4))
     cache.allocate(round(100 * (1 - share)))
     batch: Any = Preempted()
-    hand_overs = HandOvers(batch, cache, None, lambda *_: None, lambda: None)
-    *_, last = [batch.more(num) and hand_overs._is_overloaded(at_s) for at_s, num in seen]
+    leaving = Moves(batch, cache, None, lambda *_: None, lambda: None)
+    *_, last = [batch.more(num) and leaving._is_overloaded(at_s) for at_s, num in seen]
     assert last == is_overloaded
