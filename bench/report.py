@@ -241,10 +241,15 @@ def soak_section(results: Document) -> str:
 
 
 def restarts_section(results: Document) -> str:
-    """One row per survivor of each half: what it held before, and after."""
+    """Returns a row for each half: what all survivors together held more after it than before."""
     header = (
-        *("transport", "killed", "times", "calls", "failed", "wrong, left over", "survivor"),
-        *("descriptors", "threads", "shared mappings", "MiB"),
+        "transport",
+        "killed",
+        "times",
+        "calls",
+        "failed",
+        "wrong, left over",
+        "survivors: descriptors, threads, MiB",
     )
     rows = []
     for transport, halves in results.items():
@@ -252,13 +257,16 @@ def restarts_section(results: Document) -> str:
             failed = ", ".join(f"{count} × {what}" for what, count in half["failed"].items()) or "0"
             violations = "; ".join(half["violations"]) or "nothing"
             counts = (transport, half["victim"], str(half["rounds"]), str(half["calls"]), failed, violations)
-            rows += [(*counts, name, *_growth(then, half["after"][name])) for name, then in half["before"].items()]
+            rows.append((*counts, _growth(half["before"], half["after"])))
     return table(header, rows)
 
 
-def _growth(before: Document, after: Document) -> list[str]:
-    held = [f"{before[what]} → {after[what]}" for what in ("descriptors", "threads", "shared_mappings")]
-    return [*held, f"{before['rss_bytes'] / 2**20:.0f} → {after['rss_bytes'] / 2**20:.0f}"]
+def _growth(before: Document, after: Document) -> str:
+    grown = {
+        what: sum(after[name][what] - before[name][what] for name in before)
+        for what in ("descriptors", "threads", "rss_bytes")
+    }
+    return f"{grown['descriptors']:+d}, {grown['threads']:+d}, {grown['rss_bytes'] / 2**20:+.0f}"
 
 
 PLACES: Mapping[str, Callable[[Document], str]] = {

@@ -4,6 +4,12 @@
        └─ fork ─▶ every choice runs by itself; all hold the prefix's blocks
                      └─ take_blocks ─▶ prefix      preempted: computed again from the tokens
 
+A request is one handle on a worker, with one or more choices. Its prefix is computed, handed over and held once. A
+choice that is to write into a block which others hold takes a block of its own first; the copy goes with the step.
+Beams are such sequences (`engine.beam_group`): all draw, then they fork and end by holds on blocks. Whoever takes a
+group's blocks releases one hold per table. A victim of preemption is credited only with blocks that nobody else
+holds.
+
 A choice that is alone is its own prefix, and forks by doing nothing. Admission, preemption and
 release take the group as one. `attach` and `follow` take over KV that a cache knows already, `remember` makes known to
 it what was computed. Decides nothing; its only side effects are the pool's reference counts, and what the cache knows.

@@ -6,6 +6,13 @@
     prefetch    what lies on disk of the longest known prefix starts to come nearer, for an `acquire` later on
     forget      what was computed from these tokens is not to be trusted
 
+Whoever allocates or retains releases, once per hold. The cache marks LIVE blocks with the pool's `keep`: the last
+release then makes them CACHED. A writer copies a block first if others hold the block or a cache counts on its content.
+`insert` wants blocks whose step has ended well. Evicted blocks go to the host tier and come back by moves: each step
+carries `take_moves()`, and `step_ended` is called for each step in order, before blocks that waited for the step are
+released. Moves of a failed step go with the next one; the step behind it fails. Peers may read only the blocks that
+`num_loaded` counts. A thread writes the tier behind, on disk; `prefetch` starts a read there, and nothing waits for it.
+
 Requests see blocks of their own salt only. One token at least is always left to compute, from whose logits the next one
 is drawn. All blocks that a worker takes from its pool it takes here. Not thread-safe: the control loop owns it.
 """

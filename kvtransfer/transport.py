@@ -12,7 +12,11 @@ Both lanes then live through one connection, in this order:
 
 A lane decides where blocks are read and written: where it does not reach a pool, the lane itself lets blocks pass
 through rows of host memory (`Pool.stage`, `settle`), and no one else does. Those rows are few, so each WRITE begins
-with `reserve`.
+with `reserve`. COMMITTED and `TransferReport` mean "in the pool", copies out of such rows included.
+
+How blocks are verified is agreed in HELLO. A writer is proven stopped by DRAINED, ABORT, BYE (sent after unmapping)
+or the lane's `peer_dead`. Idempotent: `withdraw`, `reap`, `abort`, a repeated `commit`, `stop`, and every message
+about a transfer that has ended.
 """
 
 from __future__ import annotations

@@ -2,6 +2,14 @@
 
     judge and resolve ──▶ run, inside `async with entrance.run(…)` ──▶ leaving ends it and releases all it holds
 
+A face calls `entrance.run(CompletionRequest, Caller)` as `async with` and reads `running.delivery` until an output
+carries the summary. Refusals are raised before the body runs, later errors come from the delivery. Leaving the block
+is the only cancellation: every attempt sends Release to both workers before the block is left. A face leaves the
+block when the answer is written; until then the request is active, and `router.unread` ends a request whose answer is
+not read. Workers free their own blocks; the router frees its admission place and its handles. Workers do not stop
+single choices: tokens of a choice that a stop string ended are dropped. Releasing, cancelling and abandoning are
+idempotent.
+
 Owns every request while it runs, and whether new ones are refused because the router drains. Checks, limits,
 defaults, admission and times are the same for every face. Knows neither protobuf nor gRPC.
 """
