@@ -1,1 +1,1 @@
-"""Attention back-ends and other hot operations behind one small interface."""
+"""Attention back-ends and other hot operations behind a small interface."""

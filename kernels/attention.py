@@ -47,7 +47,7 @@ class AttentionMetadata:
 
 @dataclass(frozen=True, slots=True)
 class AttentionParams:
-    """What is the same for every call of one layer."""
+    """What stays the same for every call of a layer."""
 
     scale: float
     """Factor on q·k, usually `head_dim ** -0.5`."""
@@ -61,11 +61,11 @@ class AttentionParams:
 
 
 class AttentionBackend(Protocol):
-    """One way to compute attention. Stateless: all state is in the arguments."""
+    """A way to compute attention. Stateless: all state is in the arguments."""
 
     @property
     def name(self) -> str:
-        """As `--attention-backend` calls it."""
+        """The back-end's name in `--attention-backend`."""
 
     def attend(
         self,

@@ -87,4 +87,4 @@ class CompiledStep(Protocol):
         metadata: AttentionMetadata,
         rows: torch.Tensor,
     ) -> torch.Tensor:
-        """As `logits`, but returns the last hidden states `[R, E]`."""
+        """Computes a step like `logits`, but returns the last hidden states `[R, E]`."""

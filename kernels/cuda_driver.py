@@ -139,7 +139,7 @@ class CudaDriver:
         return self._handle("cuDevicePrimaryCtxRetain", self._device(device))
 
     def release_context(self, device: int) -> None:
-        """Releases one hold that `retain_context` took."""
+        """Releases a hold that `retain_context` took."""
         self._call("cuDevicePrimaryCtxRelease_v2", self._device(device))
 
     @contextmanager
@@ -181,7 +181,7 @@ class CudaDriver:
         return handle.value
 
     def address_reserve(self, size_bytes: int) -> int:
-        """A range of device addresses with nothing behind it."""
+        """Returns a range of device addresses with nothing behind these addresses."""
         address = c_uint64()
         self._call("cuMemAddressReserve", byref(address), size_bytes, 0, 0, 0)
         return address.value

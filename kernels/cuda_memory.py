@@ -32,7 +32,7 @@ class DeviceRange:
 
     @property
     def __cuda_array_interface__(self) -> dict[str, Any]:
-        """As torch reads it: `[size_bytes]` uint8. See numba's "CUDA Array Interface", version 3."""
+        """`[size_bytes]` uint8, in the form of numba's "CUDA Array Interface", version 3, which torch reads."""
         return {"shape": (self.size_bytes,), "typestr": "|u1", "data": (self.address, False), "version": 3}
 
     def close(self) -> None:

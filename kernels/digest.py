@@ -20,7 +20,7 @@ from kernels import triton
 from kernels.spec import Dims
 
 MIX64 = "mix64"
-"""Name of this digest where two sides agree on one."""
+"""The digest's name, by which two sides agree."""
 WORD_BYTES = 8
 _WORDS_AT_A_TIME = 1 << 20
 """Words that the plain version reads at a time, which bounds its memory beside the pool."""
@@ -45,7 +45,7 @@ def digest_blocks(blocks: torch.Tensor, block_ids: torch.Tensor) -> torch.Tensor
 
 
 def as_unsigned(digests: torch.Tensor) -> tuple[int, ...]:
-    """Digests as they travel: u64 each. Waits for the device."""
+    """Returns digests as u64, the form in which digests travel. Waits for the device."""
     return tuple(digest & ((1 << 64) - 1) for digest in digests.tolist())
 
 

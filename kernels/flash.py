@@ -188,7 +188,7 @@ def _fresh(
 
 
 def _options(params: AttentionParams) -> dict[str, Any]:
-    """As flash-attn calls them; its window counts positions before and after the query's own, -1 = all."""
+    """Returns flash-attn's options; its window counts positions before and after the query's own, -1 = all."""
     return {
         "softmax_scale": params.scale,
         "causal": True,

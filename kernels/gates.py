@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 
 class Activation(enum.Enum):
-    """The value is how config.json calls it."""
+    """Activations by their names in config.json."""
 
     SILU = "silu"
     GELU_TANH = "gelu_pytorch_tanh"

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 class LinearMap(Protocol):
-    """A weight in the form in which its implementation reads it fastest."""
+    """A weight in the form that its implementation reads fastest."""
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """X `[T, in]` → `[T, out]`."""
@@ -41,7 +41,7 @@ class Routing:
 
 
 class ExpertMaps(Protocol):
-    """A router and its gated MLPs as one operation."""
+    """A router and its gated MLPs as a single operation."""
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """X `[T, E]` → what each token's experts make of it, by their shares, added in ascending order: float32."""
@@ -99,7 +99,7 @@ class QkNorm:
     """`[D]` or `[Hkv * D]`."""
     eps: float
     is_whole: bool = False
-    """Whether all heads of a row are normed as one."""
+    """Whether a norm spans all heads of a row."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -118,7 +118,7 @@ class Operations(Protocol):
 
     @property
     def name(self) -> str:
-        """As the log and `tandem doctor` call it."""
+        """The name in the log and in `tandem doctor`."""
 
     def keeps(self, weight: QuantizedWeight) -> bool:
         """Whether `linear` and `gated_linear` multiply `weight` as it is; else they dequantise it once."""
@@ -175,7 +175,7 @@ class Operations(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Kernels:
-    """All that one device computes with, chosen together at start."""
+    """All that a device computes with, chosen together at start."""
 
     attention: AttentionBackend
     operations: Operations
@@ -192,5 +192,5 @@ class Kernels:
 
     @property
     def name(self) -> str:
-        """As `--attention-backend` calls it."""
+        """The name in `--attention-backend`."""
         return self.attention.name

@@ -27,7 +27,7 @@ _ROUNDED_AT_ONCE = 1 << 20
 
 
 class QuantForm(StrEnum):
-    """How one value is stored."""
+    """How a value is stored."""
 
     INT8 = "int8"
     INT4 = "int4"
@@ -47,7 +47,7 @@ class QuantizedWeight:
     scales: torch.Tensor
     """`[out, in / group]` float32."""
     offsets: torch.Tensor | None
-    """As `scales`: what is added; None adds nothing. Symmetric INT4 has `-8 * scales`."""
+    """What is added, shaped like `scales`; None adds nothing. Symmetric INT4 has `-8 * scales`."""
     dtype: torch.dtype
     """What it stands for: that of the activations which it is multiplied with."""
 
@@ -73,7 +73,7 @@ class QuantizedWeight:
 
     @property
     def group(self) -> int:
-        """Inputs that share a scale; `num_inputs` if there is one per output."""
+        """Inputs that share a scale; `num_inputs` if each output has a single scale."""
         return self.num_inputs // self.scales.shape[1]
 
     @property

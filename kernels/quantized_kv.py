@@ -11,7 +11,7 @@ import torch
 from tandem.kv_layout import SCALE_BYTES
 
 LARGEST = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
-"""Of each element type the number that a row's largest magnitude is stored as."""
+"""By element type: the number that stores a row's largest magnitude."""
 SMALLEST_ROW = 1e-30
 """A row without a larger magnitude is stored as if it had this one, so that no scale is zero."""
 

@@ -29,11 +29,11 @@ class ReferenceOperations:
         return False
 
     def linear(self, weight: torch.Tensor | QuantizedWeight, bias: torch.Tensor | None) -> LinearMap:
-        """See `Operations.linear`; keeps a plain weight as it is."""
+        """See `Operations.linear`; keeps a plain weight unchanged."""
         return PlainLinear(dequantized(weight), bias)
 
     def tied_embedding(self, linear: LinearMap) -> None:
-        """Holds a plain weight as it came; see `Operations.tied_embedding`."""
+        """See `Operations.tied_embedding`; holds a plain weight unchanged."""
 
     def gated_linear(
         self, weight: torch.Tensor | QuantizedWeight, bias: torch.Tensor | None, gate: Gate = Activation.SILU
@@ -48,7 +48,7 @@ class ReferenceOperations:
         routing: Routing,
         shared_gate: LinearMap | None = None,
     ) -> None:
-        """Computes experts one by one; see `Operations.experts`."""
+        """See `Operations.experts`; computes expert after expert."""
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         """See `Operations.rms_norm`; any number of leading dimensions."""

@@ -27,7 +27,7 @@ class DrawParams:
     seed: torch.Tensor
     """Int64 whose 64 bits are the generator's key."""
     output_index: torch.Tensor
-    """Int64: first two words of the counter, whose others are 0."""
+    """Int64: the first two words of the counter; the last two are 0."""
 
 
 class RowMaximum(Protocol):
@@ -50,4 +50,4 @@ class Sampler(Protocol):
         """
 
     def best_tokens(self, logits: torch.Tensor) -> torch.Tensor:
-        """As `draw` with temperature 0 in every row, at a fraction of the launches."""
+        """Draws like `draw` with temperature 0 in every row, at a fraction of the launches."""

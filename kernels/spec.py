@@ -54,7 +54,7 @@ FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 
 
 def check_float(name: str, tensor: torch.Tensor) -> None:
-    """Raises InternalError unless the dtype is one of `FLOATS`."""
+    """Raises InternalError unless `FLOATS` holds the dtype."""
     if tensor.dtype not in FLOATS:
         raise InternalError(f"{name}: dtype is {tensor.dtype}, expected one of {', '.join(map(str, FLOATS))}")
 

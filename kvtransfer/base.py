@@ -5,10 +5,10 @@ Life of one hand-off, in order:
  1. decode worker   `Receiver.offer(blocks, first_block=…)` after reserving, in its pool, the blocks that it lacks;
                     the returned ticket and endpoint travel through the router as opaque bytes.
  2. prefill worker  `Sender.open(ticket, endpoint)` once; then, from `Handoff.first_block` on,
-                    `Handoff.push(...)` once per chunk with blocks that will not change any more, then
+                    `Handoff.push(...)` once per chunk with blocks that no longer change, then
                     `Handoff.commit(...)` or `Handoff.abort()` once. `abort` after `commit` is a no-op, and the reverse.
  3. receiver        checks ticket, generations, sequence numbers, checksums; brings blocks into the pool itself;
-                    tells its owner through `HandoffListener`, exactly one terminal call per offer.
+                    calls its owner's `HandoffListener`, exactly one terminal call per offer.
 
 A *position* is a place in the sequence's list of blocks, on both sides: the prompt's block 0 is position 0, whether it
 travels or not. An offer covers the positions `first_block, first_block+1, …`, one per offered block; those before it
@@ -51,7 +51,7 @@ class Fingerprints:
 
 @dataclass(frozen=True, slots=True)
 class BlockRef:
-    """A block of the receiving pool as of one allocation."""
+    """A block of the receiving pool in a given allocation."""
 
     block_id: BlockId
     generation: int
@@ -69,7 +69,7 @@ class BlockRefs(Sequence[BlockRef]):
 
     @classmethod
     def of(cls, refs: Sequence[BlockRef]) -> BlockRefs:
-        """As arrays, if they are not."""
+        """Returns `refs` as arrays."""
         if isinstance(refs, BlockRefs):
             return refs
         ids, generations = [ref.block_id for ref in refs], [ref.generation for ref in refs]
@@ -115,7 +115,7 @@ class Offer:
 
 @dataclass(frozen=True, slots=True)
 class TransferReport:
-    """What one committed hand-off took, as the sender measured it."""
+    """What a committed hand-off took, as its sender measured."""
 
     transport: str
     num_blocks: int
@@ -135,27 +135,29 @@ class HandoffListener(Protocol):
         """The ticket was shown for the first time, and no byte has come. Raises TransferError to refuse it."""
 
     def on_committed(self, first_token_payload: bytes) -> None:
-        """Every block was verified and is in the pool. Nobody can write into them any more.
+        """Every block was verified and is in the pool, and nobody can write into these blocks.
 
-        If it raises, it has taken over nothing: the sender hears a failure, and the next two calls follow.
+        If this call raises, it has taken over nothing: the sender hears a failure, and the next two calls follow.
         """
 
     def on_failed(self, error: TransferError) -> None:
-        """Nothing of it may be decoded. Comes at most once; blocks must wait for `on_writer_stopped`."""
+        """No block of the offer may be decoded. Comes at most once; blocks must wait for `on_writer_stopped`."""
 
     def on_writer_stopped(self) -> None:
-        """After `on_failed`: nobody can write into the blocks any more. Comes at once if nobody ever could."""
+        """Nobody can write into the blocks of a failed offer from now on. Follows `on_failed` at once if nobody ever
+        could.
+        """
 
 
 class Receiver(Protocol):
-    """Owns the listening endpoint of one pool and the table of offers."""
+    """Owns a pool's listening endpoint and the table of its offers."""
 
     @property
     def num_live(self) -> int:
         """Offers that have not ended."""
 
     async def start(self) -> None:
-        """Listens. Raises ConfigError if it cannot."""
+        """Listens. Raises ConfigError if nothing can listen there."""
 
     def offer(
         self, blocks: Sequence[BlockRef], listener: HandoffListener, expires_in_s: float, first_block: int = 0
@@ -196,7 +198,7 @@ class Handoff(Protocol):
 
 
 class Sender(Protocol):
-    """Keeps one connection per receiving pool and multiplexes hand-offs over it."""
+    """Keeps a connection per receiving pool and multiplexes hand-offs over that connection."""
 
     async def open(self, ticket: bytes, endpoint: bytes, timeout_s: float) -> Handoff:
         """Connects and shakes hands if need be, in `timeout_s` at most; shows the ticket. Raises TransferError."""

@@ -6,7 +6,7 @@ asyncio loop. Knows frames, not what they mean.
 Frames are queued by `send` and leave in order; a caller that is cancelled never leaves half
 a frame on the wire. When nothing was sent for a third of the lease, a HEARTBEAT goes out; when
 nothing arrives for a whole lease while somebody reads, the peer is lost. How long a frame may take
-as a whole is not limited: `progress` tells whether any moves.
+as a whole is not limited: `progress` shows whether any moves.
 """
 
 from __future__ import annotations
@@ -66,9 +66,9 @@ class Connection:
         self._writing: asyncio.Task[None] | None = None
 
     async def begin_tls(self, context: ssl.SSLContext, server_name: str | None = None) -> None:
-        """From now on all bytes are TLS's; called before anything else. `server_name`: see `TlsWire`.
+        """Switches to TLS; called before anything else. `server_name`: see `TlsWire`.
 
-        The caller sets the deadline. Raises TransferError; the peer is then told why.
+        The caller sets the deadline. Raises TransferError after the reason was sent to the peer.
         """
         try:
             wire = TlsWire(self.sock, context, server_name)
@@ -143,7 +143,7 @@ class Connection:
         return count
 
     async def _gather(self, num_bytes: int) -> None:
-        """Reads until so much of the frame is there."""
+        """Reads until `num_bytes` of the frame are there."""
         while (missing := num_bytes - len(self._frame)) > 0:
             piece = bytearray(min(missing, _GATHER_BYTES))
             count = await self.receive_some(memoryview(piece))
@@ -168,7 +168,7 @@ class Connection:
         self._break(error)
 
     async def finish(self) -> None:
-        """Sends what is queued, then tells the peer that nothing follows. Never raises."""
+        """Sends what is queued, then closes this side's half of the connection. Never raises."""
         self._finishing = True
         self._wake.set()
         self.start()
@@ -259,7 +259,7 @@ def _settle(item: _Outgoing, error: TransferError | None) -> None:
 
 
 def expect(frame: Frame, wanted: FrameType) -> Frame:
-    """The frame, if it is of the wanted type. Raises FrameError."""
+    """Returns the frame if its type is the wanted type. Raises FrameError."""
     if frame.type is not wanted:
         raise FrameError(f"{frame.type.name} came where {wanted.name} was due")
     return frame

@@ -15,7 +15,7 @@ ENDPOINT_VERSION = 3
 
 @dataclass(frozen=True, slots=True)
 class Endpoint:
-    """What one life of a receiving pool says of itself."""
+    """What a life of a receiving pool says of its whereabouts."""
 
     incarnation: Incarnation
     reach: Mapping[str, Mapping[str, str]]

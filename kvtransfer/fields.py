@@ -41,7 +41,7 @@ def decode_fields(data: bytes) -> dict[str, str]:
 
 
 def required(fields: Mapping[str, str], name: str) -> str:
-    """The field's value. Raises FrameError if it is absent."""
+    """Returns the field's value. Raises FrameError if the field is absent."""
     if name not in fields:
         raise FrameError(f"field {name} is missing")
     return fields[name]

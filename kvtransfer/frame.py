@@ -46,7 +46,7 @@ class FrameType(enum.IntEnum):
     WRITE = 5
     """S: these positions are written (or follow inline), with a checksum for each."""
     WRITE_OK = 6
-    """R: WRITE number `seq` and all before it are verified."""
+    """R: WRITE number `seq` and every WRITE before are verified."""
     COMMIT = 7
     """S: everything is sent; nothing more will be written."""
     COMMITTED = 8

@@ -78,15 +78,15 @@ class OutgoingHandoff:
         self._timing = timing
         self._progress = progress
         self._checksums = np.zeros(len(ticket.blocks), np.uint64)
-        """In the offer's order; of those that are placed."""
+        """Checksums of the placed blocks, in the offer's order."""
         self._is_pushed, self._is_placed = np.zeros((2, len(ticket.blocks)), bool)
         self._window = 0
         """WRITEs that may be unanswered at a time; 0 = the ticket is not accepted yet."""
         self._unanswered = 0
         self._loans: deque[Loan] = deque()
-        """Of WRITEs that are not answered, in their order."""
+        """Loans of unanswered WRITEs, in the order of these WRITEs."""
         self._placed: list[Loan] = []
-        """Of pieces that are not announced."""
+        """Loans of pieces that are not announced."""
         self._num_writes = 0
         self._busy_s = 0.0
         self._committed = False
@@ -101,7 +101,7 @@ class OutgoingHandoff:
         return self._ticket.first_block
 
     async def show(self) -> None:
-        """Shows the ticket; returns once it is accepted. Raises TransferError."""
+        """Shows the ticket; returns once the ticket is accepted. Raises TransferError."""
         self._sink.send(Frame(FrameType.OPEN, self._ticket.number, payload=self._ticket.encode()), urgent=True)
         await self._until(lambda: self._window > 0)
 
@@ -126,7 +126,7 @@ class OutgoingHandoff:
         self._busy_s += self._clock.now_s() - started_s
 
     async def commit(self, first_token_payload: bytes) -> TransferReport:
-        """See `base.Handoff.commit`. Repeated, it returns the same report."""
+        """See `base.Handoff.commit`. A repeated call returns the same report."""
         started_s = self._clock.now_s()
         if not self._committed:
             self._raise_if_ended()
@@ -175,7 +175,9 @@ class OutgoingHandoff:
         self._changed.set()
 
     def end(self, error: TransferError) -> bool:
-        """Nothing is sent any more; waiting calls raise `error`. False if it had ended before."""
+        """Ends the hand-off: nothing is sent from now on; waiting calls raise `error`. False if the hand-off had ended
+        before.
+        """
         if self._committed or self._error is not None:
             return False
         self._error = error
@@ -277,7 +279,7 @@ class OutgoingHandoff:
             self._send(FrameType.DRAINED)
 
     def _row_progress(self) -> int:
-        """Grows while others give rows back, too."""
+        """Grows also while other hand-offs give rows back."""
         return self._progress() + self._pool.leaving.num_returned
 
     async def _until(self, ready: Callable[[], bool], progress: Callable[[], int] | None = None) -> None:

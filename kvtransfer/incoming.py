@@ -1,4 +1,4 @@
-"""One offer as its receiver sees it: what is claimed, what is verified, who is to be told. Pure.
+"""One offer as its receiver sees it: what is claimed, what is verified, who listens. Pure.
 
 States are `lifecycle.TransferState`. The table in `offers` is the only one that moves them.
 """
@@ -26,7 +26,7 @@ class Writer(Protocol):
 
 
 class Incoming:
-    """The receiver's record of one ticket."""
+    """The receiver's record of a ticket."""
 
     def __init__(self, ticket: Ticket, listener: HandoffListener, show_by: Deadline) -> None:
         self.ticket = ticket
@@ -35,7 +35,7 @@ class Incoming:
         self.writer: Writer | None = None
         self.state = TransferState.OFFERED
         self._checksums = np.zeros(len(ticket.blocks), np.uint64)
-        """As announced, in the offer's order."""
+        """Checksums as announced, in the offer's order."""
         self._is_claimed = np.zeros(len(ticket.blocks), bool)
         self._num_writes = 0
         self._num_verified = 0

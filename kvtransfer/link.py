@@ -48,11 +48,11 @@ class Link:
 
     @property
     def is_open(self) -> bool:
-        """Whether hand-offs can be opened on it."""
+        """Whether hand-offs can be opened on this link."""
         return self._ended is None
 
     def is_idle_over(self, transport: str) -> bool:
-        """Whether it is open by that transport, and no hand-off is."""
+        """Whether the link is open over that transport and carries no hand-off."""
         return self.is_open and not self._handoffs and self._lane.name == transport
 
     async def open(self, ticket: Ticket) -> OutgoingHandoff:

@@ -21,7 +21,7 @@ from tandem.errors import (
 )
 
 MAX_BLOCKS_PER_WRITE = 4096
-"""Positions of one WRITE frame."""
+"""The most positions of a WRITE frame."""
 OUT_OF_MEMORY = "this host has no memory left for the hand-off"
 _MAX_ERROR_BYTES = 4096
 _WRITE = struct.Struct("<II")
@@ -46,7 +46,7 @@ class Write:
 
     @property
     def end(self) -> int:
-        """The position after the last one."""
+        """The position after the last position written."""
         return self.first + len(self.checksums)
 
     def encode(self) -> bytes:

@@ -49,7 +49,7 @@ def end_process() -> None:
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Of all communicators of a process."""
+    """Limits of all communicators of a process."""
 
     communicators: int = 8
     """At a time. Each takes 52 to 100 MB of the GPU's memory, beside the pool."""
@@ -79,7 +79,7 @@ class Rules:
         self.limits: Final = limits
         self.end_process: Final = end_process
         self.room: Final = threading.BoundedSemaphore(limits.communicators)
-        """Held by each communicator until nothing of it is left."""
+        """Taken by each communicator until nothing of that communicator is left."""
 
 
 class Communicator:
@@ -120,7 +120,7 @@ class Communicator:
     def move(self, addresses: Callable[[], Sequence[int]], num_bytes: int, *, send: bool) -> asyncio.Future[None]:
         """Sends from, or receives into, spans of `num_bytes` at these device addresses, behind all moves before it.
 
-        Once the future is done, nothing reads or writes there any more. It carries PeerLost if that failed.
+        Once the future is done, nothing reads or writes there. The future carries PeerLost if the move failed.
         """
         return self._run(lambda: self._unless_broken(lambda: self._move(addresses(), num_bytes, send)))
 
@@ -185,7 +185,7 @@ class Communicator:
         )
 
     def _until(self, ready: Callable[[], bool], most_s: float, what: str) -> None:
-        """Asks again and again: neither NCCL nor the driver has a wait that ends by a deadline or by another's word."""
+        """Polls `ready`: neither NCCL nor the driver has a wait that ends by a deadline or on another thread's call."""
         deadline, pause_s = Deadline.after(MonotonicClock(), most_s), _FIRST_PAUSE_S
         while not ready():
             if self._given_up.is_set():
@@ -223,6 +223,6 @@ class Communicator:
 
 
 def _collect(work: asyncio.Future[T]) -> None:
-    """Nobody has to ask for its error."""
+    """Retrieves the error, so that asyncio does not report it as unread; `_run`'s callers may have gone."""
     if not work.cancelled():
         work.exception()

@@ -153,5 +153,5 @@ def _bound(handle: ctypes.CDLL, name: str, types: tuple[Any, ...], returns: Any 
 
 
 def _version_text(number: int) -> str:
-    """As NCCL counts since 2.9: 10000 for the first part, 100 for the second."""
+    """Returns the version by NCCL's count since 2.9: 10000 for the first part, 100 for the second."""
     return f"{number // 10000}.{number // 100 % 100}.{number % 100}"

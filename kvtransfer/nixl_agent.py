@@ -36,7 +36,7 @@ _log = logging.getLogger(__name__)
 
 
 def package() -> str:
-    """The one that is installed."""
+    """Returns the name of the installed package."""
     return next(filter(importlib.util.find_spec, PACKAGES), PACKAGES[0])
 
 
@@ -61,18 +61,18 @@ class Region(NamedTuple):
     memory: str  # DRAM or VRAM
     device: int
     address: int
-    """Of block 0."""
+    """Address of block 0."""
     num_blocks: int
 
 
 class _Piece:
-    """One write into the peer's blocks."""
+    """A write into the peer's blocks."""
 
     def __init__(self, sources: Sequence[int], targets: Sequence[int], digests: Callable[[], tuple[int, ...]]) -> None:
         self.sources = sources
         self.targets = targets
         self.digests = digests
-        """Of the sources; called while they are on their way."""
+        """Digests the sources; called while the sources are on their way."""
         self.checksums: tuple[int, ...] = ()
         self.transfer: Any = None
         """NIXL's, once it has begun; `state` is what NIXL said of it last."""
@@ -149,14 +149,14 @@ class Agent:
         """Writes blocks into the peer's, beside other writes; called on the loop. Returns `digests()`, once they have
         arrived. The future carries PeerLost if nothing arrived for `patience_s`.
 
-        Whatever it carries, some bytes may still be on their way, but none of the sources is read any more.
+        Whatever it carries, some bytes may still be on their way, but the sources are no longer read.
         """
         piece = _Piece(sources, targets, digests)
         self._due.append(piece)
         return self.start(partial(self._finish, piece, patience_s))
 
     def take_in(self, stop: threading.Event) -> None:
-        """Lets peers write, where that takes doing, until it is stopped."""
+        """Lets peers write, where that takes doing, until `stop` is set."""
         while not stop.wait(_POLL_S):
             self._nixl.get_new_notifs()
 
@@ -232,7 +232,7 @@ class Agent:
 
 
 def _made(api: Any) -> Any:
-    """An agent without a thread of NIXL's: that one never sleeps."""
+    """Returns an agent without NIXL's own thread, which never sleeps."""
     return api.nixl_agent(secrets.token_hex(8), api.nixl_agent_config(enable_prog_thread=False, backends=[_BACKEND]))
 
 
@@ -244,7 +244,7 @@ def _released(release: Callable[[], object]) -> None:
 
 
 def _log_failure(ending: asyncio.Future[None]) -> None:
-    """Nobody has to ask for it."""
+    """Retrieves the error, so that asyncio does not report an unread one; logs that error."""
     if not ending.cancelled() and (error := ending.exception()) is not None:
         _log.error("an agent of NIXL did not end: %s", error)
 

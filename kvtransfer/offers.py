@@ -43,7 +43,7 @@ class OfferTable:
         self._clock = clock
         self._offers: dict[int, Incoming] = {}
         self._lent = np.zeros(num_blocks, np.bool_)
-        """By block: whether an offer names it."""
+        """By block: whether an offer names this block."""
         self.num_shown = 0
         """Tickets accepted since the start."""
 
@@ -102,7 +102,7 @@ class OfferTable:
         self.num_shown += 1
 
     def is_receiving(self, number: int) -> bool:
-        """Whether bytes may still be taken for it."""
+        """Whether bytes may still be taken for the offer."""
         incoming = self._offers.get(number)
         return incoming is not None and incoming.state is TransferState.RECEIVING
 
@@ -163,7 +163,7 @@ class OfferTable:
         _tell(number, lambda: incoming.listener.on_failed(error))
 
     def writer_stopped(self, number: int) -> None:
-        """The writer has proven that it cannot write any more; the offer has failed before."""
+        """Ends a failed offer whose writer has proven that no write can follow."""
         incoming = self._offers.get(number)
         if incoming is None or incoming.state is not TransferState.QUARANTINED:
             return

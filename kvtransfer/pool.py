@@ -30,13 +30,13 @@ INLINE_BYTES = 256 * 1024
 MAX_SLICES = 16
 """Peers that write into the rows at a time: as many as a machine has workers on its GPUs, about."""
 MIN_ROWS = 4
-"""Of a staged pool: one slice, one more row beside it, one that arrives and one that leaves."""
+"""The least rows of a staged pool: one slice, another row beside, one that arrives and one that leaves."""
 
 T = TypeVar("T")
 
 
 class Pool:
-    """Borrows `memory` until `close`; never frees or resizes it."""
+    """Bytes of a pool; borrows `memory` until `close`, never frees or resizes that memory."""
 
     def __init__(self, memory: PoolMemory, fingerprints: Fingerprints) -> None:
         """Raises ConfigError if the rows are not in host memory, InternalError if they are misshapen or too few."""
@@ -77,7 +77,7 @@ class Pool:
         self._slices.append(rows)
 
     async def checksums(self, rows: Sequence[int]) -> tuple[int, ...]:
-        """Returns xxh3-64 of each row as it lies in memory now."""
+        """Returns xxh3-64 of each row, as the row lies in memory now."""
         return await self.start(lambda: self.rows.checksums(rows), len(rows) * self.block_bytes)
 
     async def stage(self, blocks: Sequence[BlockId], rows: Sequence[int]) -> None:

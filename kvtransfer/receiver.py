@@ -28,7 +28,7 @@ from tandem.security.tls import ServerTls
 MAX_SESSIONS = 1024
 """Senders connected at a time. One more takes the place of one without a transfer, or is turned away."""
 MAX_HANDSHAKES = 128
-"""Of these, who have yet to say who they are; each has a lease to do so."""
+"""The most sessions that have yet to identify their sender; each has a lease to do so."""
 _ACCEPT_PAUSE_S = 0.1
 
 _log = logging.getLogger(__name__)
@@ -69,7 +69,7 @@ class KvReceiver:
         return len(self._table)
 
     async def start(self) -> None:
-        """Listens on every transport. Raises ConfigError if it cannot."""
+        """Listens on every transport. Raises ConfigError if a transport cannot listen."""
         reach: dict[str, Fields] = {}
         for transport in self._transports:
             acceptor = transport.listen(self._pool, self._options)
@@ -166,7 +166,9 @@ class KvReceiver:
             return acceptor.accept(sock)
 
     def _longest_idle(self, concerned: Callable[[Session], bool]) -> asyncio.Task[None] | None:
-        """Of those that are `concerned` and not on their way out; None = none is idle."""
+        """Returns the session that is idle longest, among `concerned` sessions not on their way out; None = none is
+        idle.
+        """
         idle = [task for task, session in self._staying().items() if session.is_idle and concerned(session)]
         return min(idle, key=lambda task: self._sessions[task].last_shown, default=None)
 

@@ -45,13 +45,13 @@ class Ring:
     """
 
     def __init__(self, rows: Sequence[int] | None = None) -> None:
-        """`rows`: at least one; None = blocks need no row."""
+        """`rows`: not empty; None = blocks need no row."""
         self._is_needed = rows is not None
         self._free = list(reversed(rows or ()))  # the last one used is the next: the processor may have it in its cache
         self._most = max(1, len(self._free) // _SHARE)
         self._line: deque[tuple[int, asyncio.Future[Loan]]] = deque()
         self.num_returned = 0
-        """Rows that came back since the start: grows while others make progress."""
+        """Rows returned since the start: grows while other borrowers make progress."""
 
     @property
     def num_free(self) -> int:
@@ -59,7 +59,7 @@ class Ring:
         return len(self._free)
 
     def take(self, at_most: int) -> asyncio.Future[Loan]:
-        """Returns a future of a loan for 1 to `at_most` blocks. Whoever does not want it any more calls `give_up`."""
+        """Returns a future of a loan for 1 to `at_most` blocks. A caller without use for the loan calls `give_up`."""
         wanted: asyncio.Future[Loan] = asyncio.get_running_loop().create_future()
         if self._is_needed:
             self._line.append((min(at_most, self._most), wanted))
@@ -69,7 +69,7 @@ class Ring:
         return wanted
 
     async def taken(self, at_most: int) -> Loan:
-        """As `take`, awaited."""
+        """Waits for a loan of 1 to `at_most` blocks; a cancelled call gives the loan up."""
         wanted = self.take(at_most)
         try:
             return await wanted

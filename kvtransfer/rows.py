@@ -24,15 +24,15 @@ ByteRows: TypeAlias = npt.NDArray[np.uint8]
 RowIds: TypeAlias = npt.NDArray[np.unsignedinteger[Any]]
 """`[n]`."""
 _MADV_POPULATE_WRITE = 23
-"""Linux 5.14; Python has no name for it."""
+"""Linux 5.14; Python has no name for this advice."""
 _POPULATED_BYTES = 2 * 1024 * 1024
 """Populated in one call of the kernel, about 1 ms: `close` waits for no more."""
 _COPIED_BYTES = 128 * 1024
-"""Hashed, then copied, while it is in the cache of one core."""
+"""Bytes hashed, then copied, while the cache of one core holds these bytes."""
 
 
 class Rows:
-    """Borrows `array` until `close`; never frees or resizes it."""
+    """Rows of bytes; borrows `array` until `close`, never frees or resizes that array."""
 
     def __init__(self, array: ByteRows) -> None:
         self.array = array
@@ -43,7 +43,7 @@ class Rows:
         self._populating = threading.Lock()
 
     def spans(self, ids: Iterable[int]) -> list[memoryview]:
-        """Returns the rows' bytes in order, writable; neighbours are one span."""
+        """Returns the rows' bytes in order, writable; neighbouring rows share a span."""
         runs: list[tuple[int, int]] = []
         for row in ids:
             if runs and row == runs[-1][0] + runs[-1][1]:

@@ -33,7 +33,7 @@ _log = logging.getLogger(__name__)
 
 
 class KvSender:
-    """Implements `base.Sender`; `transport` is `auto` or the name of one."""
+    """Implements `base.Sender`; `transport` is `auto` or a transport's name."""
 
     def __init__(
         self,
@@ -197,7 +197,9 @@ class KvSender:
 
 
 def _failed(name: str, error: OSError | TransferError, reason: str | None) -> TransferError:
-    """What a caller is told of a dial that failed, as the same class; `reason` spoke against it from the start."""
+    """Returns the error of a failed dial as its caller sees it, of the same class; `reason` spoke against the dial from
+    the start.
+    """
     failure = error
     if not isinstance(failure, TransferError):
         failure = PeerLost(f"cannot connect over {name}: {failure.strerror or str(failure) or 'no answer in time'}")

@@ -28,7 +28,7 @@ _log = logging.getLogger(__name__)
 
 
 class Session:
-    """One sender's connection; is the `Writer` of the offers that it opened."""
+    """A sender's connection; the `Writer` of the offers that this sender opened."""
 
     def __init__(
         self,
@@ -213,7 +213,7 @@ class Session:
             self._table.writer_stopped(number)
 
     async def _release(self, error: TransferError) -> None:
-        """Fails what is open, then waits until the peer cannot write any more."""
+        """Fails what is open, then waits until no write of the peer can follow."""
         for number in tuple(self._open):
             self._table.fail(number, error)
         if self._open and self._lane.peer_writes and not self._peer_stopped:

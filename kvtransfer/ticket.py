@@ -21,7 +21,7 @@ from tandem.types import Incarnation
 TICKET_VERSION = 2
 """1: first version. 2: names the first block, so that an offer starts anywhere in its sequence."""
 MAX_BLOCKS = 2**18
-"""Of one sequence, those before `first_block` included."""
+"""The most blocks of a sequence, blocks before `first_block` included."""
 NONCE_BYTES = 16
 _FIXED = struct.Struct("<BQ16s16s16sIII")
 _MAX_EXPIRY_MS = 2**32 - 1
@@ -42,7 +42,7 @@ class Ticket:
 
     @property
     def end(self) -> int:
-        """The position after the last one."""
+        """The position after the last position offered."""
         return self.first_block + len(self.blocks)
 
     @property

@@ -61,7 +61,7 @@ class ListenOptions:
 
     host: str
     port: int
-    """0 = any free one."""
+    """0 = any free port."""
     advertise_host: str
     """What senders connect to."""
     tls: ServerTls | None
@@ -74,11 +74,11 @@ class FrameSink(Protocol):
     def send(
         self, frame: Frame, inline: Sequence[memoryview] = (), *, urgent: bool = False
     ) -> asyncio.Future[None] | None:
-        """Queues a frame and what has to follow it; see `Connection.send`."""
+        """Queues a frame and the payload behind that frame; see `Connection.send`."""
 
 
 class Lane(Speaker, Protocol):
-    """What both ends of one connection have in common."""
+    """What both ends of a connection have in common."""
 
     async def secure(self, connection: Connection) -> None:
         """Before the first frame: encryption, if any. The caller sets the deadline. Raises TransferError."""
@@ -105,7 +105,7 @@ class SendingLane(Lane, Protocol):
     """The sender's end."""
 
     async def receive_hello(self, connection: Connection) -> Frame:
-        """The receiver's first frame, and what came along with it. Raises TransferError."""
+        """Returns the receiver's first frame, and takes what came along. Raises TransferError."""
 
     def make_ready(self, targets: Sequence[BlockRef]) -> None:
         """A hand-off into these blocks of the peer has begun: what this end will write can be mapped. Never waits."""
@@ -113,7 +113,7 @@ class SendingLane(Lane, Protocol):
     def reserve(self, num_blocks: int) -> asyncio.Future[Loan]:
         """Returns a future of a loan for one WRITE of 1 to `num_blocks` blocks; see `ring.Ring`.
 
-        Whoever does not want it any more calls `ring.give_up`. The loan is released when the WRITE was answered or its
+        A caller without use for the loan calls `ring.give_up`. The loan is released when the WRITE was answered or its
         hand-off has ended; the lane may do so earlier.
         """
 
@@ -188,15 +188,15 @@ class Transport(Protocol):
     """One way to move payload; holds no state of any pool or connection."""
 
     name: str
-    """As in `--transport`."""
+    """The transport's name in `--transport`."""
     gpu_each: bool
-    """Whether it connects only pools that lie on different GPUs."""
+    """Whether the transport connects only pools that lie on different GPUs."""
 
     def probe(self, device: torch.device) -> TransportStatus:
-        """Whether it works on this machine for pools on `device`."""
+        """Whether the transport works on this machine for pools on `device`."""
 
     def listen(self, pool: Pool, options: ListenOptions) -> Acceptor:
-        """Raises ConfigError if it cannot listen, or not for this pool."""
+        """Listens for `pool`. Raises ConfigError if the transport cannot listen, or not for this pool."""
 
     def unreachable(self, pool: Pool, fields: Fields) -> str | None:
         """Why `auto` should not try the receiver that has these endpoint fields; None = it should.

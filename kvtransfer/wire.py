@@ -73,7 +73,7 @@ class TlsWire:
         self._received = memoryview(bytearray(TURN_BYTES))
 
     async def shake_hands(self) -> None:
-        """Raises OSError; the peer has then been told why, where TLS has words for it."""
+        """Shakes hands. Raises OSError after the peer was sent the reason, where TLS can carry one."""
         while True:
             try:
                 self._tls.do_handshake()
@@ -140,7 +140,7 @@ class TlsWire:
 
 
 async def readable(descriptor: socket.socket | int) -> None:
-    """Returns once it can be read; the caller sets the deadline."""
+    """Returns once the descriptor can be read; the caller sets the deadline."""
     loop = asyncio.get_running_loop()
     ready = asyncio.Event()
     loop.add_reader(descriptor, ready.set)
@@ -151,7 +151,7 @@ async def readable(descriptor: socket.socket | int) -> None:
 
 
 async def writable(sock: socket.socket) -> None:
-    """Returns once it takes bytes; the caller sets the deadline."""
+    """Returns once the socket takes bytes; the caller sets the deadline."""
     loop = asyncio.get_running_loop()
     ready = asyncio.Event()
     loop.add_writer(sock, ready.set)

@@ -34,7 +34,7 @@ class ModelShape:
     num_kv_heads: int
     head_dim: int
     context_tokens: int
-    """Longest sequence, as far as rope scaling stretches it."""
+    """The longest sequence, as far as rope scaling stretches the context."""
     dtype: DType | None
     """What the weights were saved as, if config.json says so."""
 
@@ -84,7 +84,7 @@ class ModelConfig(ModelShape):
     norms: LayerNorms
     norm_offset: bool
     wide_norms: bool
-    """Whether norms multiply by float32 weights before they round."""
+    """Whether norms multiply by float32 weights before rounding."""
     fused_qkv: bool
     fused_gate_up: bool
     rotates_neighbours: bool
@@ -161,7 +161,7 @@ def load_model_config(path: Path, context_tokens: int | None = None) -> ModelCon
 
 
 def _read_factors(config: ConfigJson, rope: RopeConfig, head_dim: int) -> LongRopeScaling:
-    """Reads longrope's factors, one for each frequency."""
+    """Reads longrope's factors, a factor for each frequency."""
     scaling, count = rope.scaling, int(head_dim * rope.rotated_share) // 2
     assert isinstance(scaling, LongRopeScaling)
     for factors in (scaling.short_factors, scaling.long_factors):

@@ -30,7 +30,7 @@ class HeadShape:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Attention:
-    """Projections, rotation and attention of one layer."""
+    """Projections, rotation and attention of a layer."""
 
     qkv: LinearMap  # [(H + 2 * Hkv) * D, E]
     output: LinearMap  # [E, H * D]

@@ -18,7 +18,7 @@ class Bias(enum.Enum):
     NEVER = "never"
     ALWAYS = "always"
     CONFIGURED = "configured"
-    """As config.json says: `attention_bias` for attention, `mlp_bias` for the MLP."""
+    """config.json decides: `attention_bias` for attention, `mlp_bias` for the MLP."""
     NAMED = "named"
     """Bias as `qkv_bias` of config.json says; a bias if the key is absent."""
 
@@ -80,7 +80,7 @@ class ExpertNames:
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """One family, by its `model_type` in config.json."""
+    """A family, by its `model_type` in config.json."""
 
     name: str
     architecture: str
@@ -105,7 +105,7 @@ class Family:
     norm_offset: bool = False
     """Norms multiply by 1 + weight."""
     wide_norms: bool = False
-    """Whether norms multiply by their weight before they round; `norm_offset` implies it."""
+    """Whether norms multiply by their weight before rounding; `norm_offset` implies this order."""
     scaled_embedding: bool = False
     """Embeddings are multiplied by the root of `hidden_size`."""
     query_scale: bool = False
@@ -130,7 +130,7 @@ class Family:
     experts: ExpertNames | None = None
     """Names of experts, in layers that have experts instead of an MLP."""
     fused_qkv: bool = False
-    """The checkpoint holds q, k and v as one tensor."""
+    """The checkpoint holds q, k and v as a single tensor."""
     fused_gate_up: bool = False
     rotated_share: float | None = None
     """Share of a head's dimensions that are rotated, if config.json has no `partial_rotary_factor`; None rotates all.

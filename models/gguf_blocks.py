@@ -25,11 +25,11 @@ _GROUP = 32
 
 @dataclass(frozen=True, slots=True)
 class Blocks:
-    """One quantised type."""
+    """A quantised type."""
 
     name: str
     num_inputs: int
-    """Number of inputs of one block."""
+    """Number of inputs of a block."""
     num_bytes: int
     decode: Callable[[torch.Tensor, torch.dtype], QuantizedWeight]
     """Blocks `[out, blocks, bytes]` uint8 and the activations' dtype → the weight."""

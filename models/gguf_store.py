@@ -85,12 +85,12 @@ class GgufStore:
         return self._config.dtype or DType.BFLOAT16
 
     def is_quantized(self, name: str) -> bool:
-        """Whether the weight `name` is stored as a quantised one."""
+        """Whether the weight `name` is stored quantised."""
         tensor = self._gguf.tensors.get(self._name_of[name])
         return tensor is not None and tensor.kind in BLOCKS
 
     def read(self, name: str, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """A copy of one tensor, dequantised if need be."""
+        """Returns a copy of a tensor, dequantised if need be."""
         content = dequantized(self.read_weight(name, dtype, device))
         return content - 1 if self._config.norm_offset and name.endswith("norm.weight") else content
 

@@ -34,7 +34,7 @@ _LIMITS = LLParserLimits(
 )
 """A fifth of the library's own or less: a compile then takes well under a second, unless it was made to last."""
 _JSON_WHITE_SPACE = r"[ \t\r\n]{1,32}"
-"""As any printer of JSON sets it, but bounded: small models would go on with it until max_tokens."""
+"""White space that any printer of JSON writes, but bounded: small models would go on with it until max_tokens."""
 _MAX_MESSAGE = 200
 _WORD = re.compile(r"\w{4,}")
 _KEYWORDS = frozenset(
@@ -69,7 +69,7 @@ class GrammarCompiler:
 
     @classmethod
     def of(cls, checkpoint: CheckpointInfo) -> GrammarCompiler:
-        """That of a checkpoint."""
+        """Returns a checkpoint's compiler."""
         return cls(checkpoint.folder, checkpoint.vocab_size, checkpoint.eos_token_ids, checkpoint.read)
 
     @property

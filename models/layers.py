@@ -37,7 +37,7 @@ class NoNorm:
     weight: ClassVar[torch.Tensor | None] = None
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """X as it is."""
+        """Returns `x` unchanged."""
         return x
 
     def add(self, x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:

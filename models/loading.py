@@ -77,7 +77,7 @@ class LoadedModel:
 
     @property
     def torch_dtype(self) -> torch.dtype:
-        """`dtype` as torch names it."""
+        """The dtype in torch's form."""
         return torch_dtype(self.dtype)
 
     def kv_layout(self, block_size: int, kv_dtype: QuantDType | None = None) -> KvLayout:
@@ -202,7 +202,7 @@ class _DecoderBuilder:
         return decoder if compile_step is None else replace(decoder, compiled=compile_step(decoder.parts()))
 
     def _ropes(self) -> tuple[RotaryEmbedding, ...]:
-        """That of most layers first; the second, if there is one, is that of the others."""
+        """The rotation of most layers first; the second, if any, is the other layers' rotation."""
         config, device = self._config, self._device
         ropes = [RotaryEmbedding(config.rope, config.head_dim, device)]
         if config.local_rope is not None:
@@ -326,7 +326,9 @@ class _DecoderBuilder:
     def _separate(
         self, router: Router, mlps: tuple[GatedMlp, ...], shared: SharedExpert | None = None
     ) -> MixtureOfExperts:
-        """As one operation where the kernels have it, the shared expert among the others."""
+        """Makes a single operation of router and experts where the kernels have that operation, the shared expert among
+        the others.
+        """
         maps = [(mlp.gate_up, mlp.down) for mlp in (*mlps, *([] if shared is None else [shared.mlp]))]
         gate = None if shared is None else shared.gate
         fused = self._operations.experts(router.scores, maps, router.routing, gate)

@@ -1,4 +1,4 @@
-"""What this version can serve, told before any weight is read: asked by routers, workers and `tandem doctor`.
+"""What this version can serve, decided before any weight is read: asked by routers, workers and `tandem doctor`.
 
 Needs no torch and no weights, so that a router alone refuses what no worker could load. Refusals say what to do.
 """

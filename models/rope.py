@@ -27,7 +27,7 @@ from models.rope_config import (
 
 
 class RotaryEmbedding:
-    """Angles of one model. Float32 throughout, as in transformers."""
+    """Angles of a model. Float32 throughout, like transformers."""
 
     __slots__ = ("_dynamic", "_exponents", "_frequencies", "_scales", "_theta")
 

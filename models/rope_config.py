@@ -23,7 +23,7 @@ class LinearScaling:
 
 @dataclass(frozen=True, slots=True)
 class DynamicScaling:
-    """The base grows with the length once it exceeds `original_context_tokens` (NTK)."""
+    """The base grows with the length once the length exceeds `original_context_tokens` (NTK)."""
 
     factor: float
     original_context_tokens: int
@@ -58,7 +58,7 @@ class LongRopeScaling:
 
     A checkpoint has two lists, for texts within the context that it was first trained on and for longer ones.
     transformers takes one of them for each forward pass, by its longest text, which a KV cache cannot follow: here one
-    is chosen for good, by the context that is served.
+    is chosen at start, by the context that is served.
     """
 
     short_factors: tuple[float, ...]

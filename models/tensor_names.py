@@ -13,7 +13,7 @@ LM_HEAD = "lm_head.weight"
 
 MLP_PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
 STACKED_PROJECTIONS = ("gate_up_proj", "down_proj")
-"""Projections of experts that lie in one tensor."""
+"""Projections of experts that share a tensor."""
 
 Shape = tuple[int, ...]
 
@@ -21,7 +21,7 @@ _STACKED = re.compile(r"(\.experts\.(?:gate_up|down)_proj)(?:_(bias|blocks|scale
 
 
 def layer_prefix(layer: int) -> str:
-    """What the names of one layer's tensors begin with."""
+    """The prefix of the names of a layer's tensors."""
     return f"model.layers.{layer}."
 
 

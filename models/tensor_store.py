@@ -94,11 +94,11 @@ class TensorStore:
         return _DTYPES[self._slice(EMBEDDING).get_dtype()]
 
     def read(self, name: str, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """A copy of one tensor that is not quantised."""
+        """Returns a copy of a tensor that is not quantised."""
         return self._read(name).to(device=device, dtype=dtype, copy=True)
 
     def is_quantized(self, name: str) -> bool:
-        """Whether the weight `name` is stored as a quantised one."""
+        """Whether the weight `name` is stored quantised."""
         return name in self._parts
 
     def read_weight(self, name: str, dtype: torch.dtype, device: torch.device) -> torch.Tensor | QuantizedWeight:

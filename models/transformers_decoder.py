@@ -40,8 +40,8 @@ from models.transformers_masks import ASKED, Mask, UnsupportedModel
 from models.transformers_parts import Mapped, Norm, Pack
 
 IMPLEMENTATION = "tandem"
-"""As transformers knows our attention and experts. It is none of its mask functions, so models make no masks for it.
-While a model is probed, `ASKED` stands in its place."""
+"""The name by which transformers knows our attention and experts. It names none of its mask functions, so models make
+no masks for our attention. While a model is probed, `ASKED` stands in its place."""
 _PROBED_TOKENS = 5
 _ROUTERS = frozenset({"gate", "router", "shared_expert_gate"})
 """Names of linear maps that choose experts or weigh them: small, so they are not rounded, as in native models."""
@@ -114,7 +114,7 @@ class GivenHidden(nn.Module):
 
 
 class _MappedWeight(torch.Tensor):
-    """The weight of a module that calls `F.linear` by itself, as routers of experts do: multiplied by our map."""
+    """The weight of a module that calls `F.linear` directly, like routers of experts: multiplied by our map."""
 
     mapped: Mapped
 
@@ -205,7 +205,9 @@ def _map_products(model: nn.Module, pack: Pack, pack_router: Pack) -> None:
 
 
 def _replace_norms(model: nn.Module, operations: Operations) -> None:
-    """Those that ours equal on random rows; families differ in what they add to the weight, and where they round."""
+    """Replaces the norms that ours equal on random rows; families differ in what is added to the weight, and in where
+    values are rounded.
+    """
     for module in list(model.modules()):
         for name, child in module.named_children():
             weight = child._parameters.get("weight")

@@ -32,6 +32,6 @@ MIXED_WINDOWS = frozenset(
         *("olmo3", "qwen2", "qwen2_moe", "qwen3", "smollm3"),
     )
 )
-"""Families in which some layers may have a window and others none."""
+"""Families in which some layers may have a window and other layers none."""
 WINDOWED = MIXED_WINDOWS | {"mixtral", "phi3", "phimoe", "qwen3_moe", "starcoder2"}
-"""That compute windows at all; with the others transformers would cut its cache, and not its mask."""
+"""Families that compute windows at all; with other families transformers would cut its cache, and not its mask."""

@@ -42,7 +42,7 @@ class Layer(nn.Module):
     """In the place of a decoder layer; called without torch's hooks, as `Replacement` is."""
 
     tandem: Attends
-    """As at transformers' own modules that attend."""
+    """Our attention, at the place where transformers' own modules attend."""
 
     def __init__(self, theirs: Any, attention: _AttentionParts, operations: Operations) -> None:
         super().__init__()

@@ -19,7 +19,7 @@ from kernels.spec import Dims, check_attend
 from tandem.errors import InternalError
 
 _SHORT_PAIRS = 8192
-"""Up to so many pairs of query and key a call keeps the GIL: it returns within a tenth of a millisecond."""
+"""The most pairs of query and key for which a call keeps the GIL: the call returns within a tenth of a millisecond."""
 
 _FAULTS = {1: "cu_seqlens_q", 2: "seq_lens", 3: "block_tables"}
 """What `tandem_attend_check` found."""

@@ -87,7 +87,7 @@ def build_best(folder: Path | None = None) -> None:
 
 
 def source_hash() -> str:
-    """Names the sources as they are, and the architecture."""
+    """Returns a hash of the sources and the architecture."""
     digest = hashlib.sha256(platform.machine().encode())
     for path in sorted([*SOURCES.iterdir(), Path(__file__), Path(__file__).with_name("tiers.py")]):
         digest.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
@@ -120,7 +120,6 @@ def _compile(compiler: str, libraries: Mapping[str, Path], objects: Path, folder
 
 
 def _compilations(compiler: str, part: str, objects: Path) -> Iterator[list[str]]:
-    """Yields one compiler command per object."""
     tier_flags = () if part == COMMON else (*TIERS[part].flags, f"-DTANDEM_TIER={part}")
     for source in sorted(SOURCES.glob("*.cpp")):
         if (source.name in _COMMON_SOURCES) == (part == COMMON):

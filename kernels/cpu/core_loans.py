@@ -19,7 +19,7 @@ ENTRY_BYTES = 64
 
 @dataclass(frozen=True, slots=True)
 class CoreLoan:
-    """What one worker may borrow. As text: `PATH:1,2`."""
+    """What a worker may borrow. As text: `PATH:1,2`."""
 
     ledger: str
     """Path of the ledger."""

@@ -240,7 +240,7 @@ def _maps(layer: LayerParts) -> Mapping[str, LinearMap]:
 
 
 def _address(linear: LinearMap) -> int | None:
-    """Returns the address of the map's `Product`, if the map has one."""
+    """Returns the address of the map's `Product`, None for a map without a product."""
     address: int | None = getattr(linear, "product_address", None)
     return address
 

@@ -30,7 +30,8 @@ _CLAMPED_SWIGLU = 3
 """Number of each activation, as `Gate` of `src/gates.h` numbers them."""
 _SHORT_TOKENS = 16
 _SHORT_BYTES = 1 << 22
-"""Up to so many tokens and bytes of weights a call keeps the GIL: it returns within a fifth of a millisecond."""
+"""The most tokens and bytes of weights for which a call keeps the GIL: the call returns within a fifth of a
+millisecond."""
 
 
 class Product(ctypes.Structure):

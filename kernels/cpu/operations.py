@@ -43,7 +43,7 @@ NORM_NAMES = {
 """The same for what they compute in and what the weight of a norm is."""
 
 _SHORT_TOKENS = 16
-"""Up to so many tokens a call keeps the GIL: it returns within tens of microseconds."""
+"""The most tokens for which a call keeps the GIL: the call returns within tens of microseconds."""
 
 
 class _Calls:

@@ -37,7 +37,7 @@ class PackedMemory:
         return taken
 
     def _open(self, num_bytes: int) -> mmap.mmap:
-        """A new chunk for at least so many bytes, from its first huge page on."""
+        """Returns a new chunk of at least `num_bytes` bytes that starts on a huge page."""
         size = -(-max(num_bytes, _CHUNK) // _HUGE_PAGE) * _HUGE_PAGE
         chunk = mmap.mmap(-1, size + _HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         if hasattr(mmap, "MADV_HUGEPAGE"):

@@ -49,7 +49,7 @@ def absent_arch() -> int | None:
 
 
 def load() -> Kernels:
-    """Imports Triton and the kernels; call it only where `obstacle` is None."""
+    """Imports Triton and the kernels; called only where `obstacle` is None."""
     from kernels.triton.attention import TritonAttention
     from kernels.triton.operations import TritonOperations
     from kernels.triton.sampling import TritonSampler

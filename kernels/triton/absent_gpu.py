@@ -40,7 +40,7 @@ class _AbsentGpu:
 
 
 def compile_instead(cache: Path) -> Counter[tuple[str, bool]]:
-    """From now on, and for good, launches of this process are compiled into `cache`, for `pretend`'s GPU, and not made.
+    """Until the process ends, its launches are compiled into `cache`, for `pretend`'s GPU, and not made.
 
     What they would have written is zero. Returns, and keeps up to date, how many kernels were asked for, by name and by
     whether they were there already. Raises ConfigError where kernels are interpreted.

@@ -30,7 +30,7 @@ def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
 
 
 def compile_variants(arch: int) -> Iterator[Variant]:
-    """Yields one variant per element size, the same on every `arch`."""
+    """Yields a variant per element size, the same variants on every `arch`."""
     for dtype in (torch.bfloat16, torch.float32):
         yield Variant(
             kernel=_silu_mul,

@@ -47,16 +47,16 @@ _RESOURCES = re.compile(r"REG:(\d+) STACK:(\d+) SHARED:\d+ LOCAL:(\d+)")
 
 @dataclass(frozen=True, slots=True)
 class Build:
-    """What one variant takes on one architecture; `error` is the compiler's last word if it refused."""
+    """What a variant takes on an architecture; `error` is the compiler's last line if the compiler refused."""
 
     label: str
     arch: int
     registers: int = 0
-    """Registers of one thread."""
+    """Registers of a thread."""
     shared_bytes: int = 0
-    """Shared bytes of one block, as asked for at launch."""
+    """Shared bytes of a block, as asked for at launch."""
     spilled_bytes: int = 0
-    """Bytes of one thread in local memory."""
+    """Bytes of a thread in local memory."""
     num_warps: int = 0
     code: str = ""
     """A hash of the machine code."""

@@ -28,7 +28,7 @@ _SMALL_SHARED_MEMORY = (86, 89, 120, 121)
 
 @dataclass(frozen=True, slots=True)
 class KernelConfig:
-    """How one program is cut and compiled."""
+    """How a program is cut and compiled."""
 
     block_m: int
     """Query rows of a tile; a row is one head of one token."""

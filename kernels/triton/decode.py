@@ -186,9 +186,8 @@ def _fold_pairs(
     s, pool, scales, table, places, stride_block, stride_slot, factor, largest, total, even, odd,
     dtype: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_SIZE: tl.constexpr, QUANT: tl.constexpr,
 ):  # fmt: skip
-    """As `fold` over quantized values taken two at a time, as int16, with a sum `[M, D / 2]` for each of the two.
-
-    A product wants values transposed; the matrix units' loads do that for 16 bits, and for no less.
+    """Folds quantized values two at a time, as int16, with a sum `[M, D / 2]` for each of the two; see `fold`. A
+    product wants values transposed; the matrix units' loads do that for 16 bits, and for no less.
     """
     rows = pool_rows(table, places, stride_block // 2, stride_slot // 2, BLOCK_SIZE)
     pairs = load_tile(pool, rows, places, False, HEAD_DIM // 2, BLOCK_D // 2)

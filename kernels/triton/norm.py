@@ -18,7 +18,7 @@ from kernels.triton.variant import POINTERS, Variant, launch_options
 from tandem.errors import InternalError
 
 MAX_WIDTH = 16384
-"""Elements of a row that one program holds."""
+"""The most elements of a row that a program holds."""
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:

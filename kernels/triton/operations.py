@@ -36,7 +36,7 @@ class TritonOperations:
         return PlainLinear(dequantized(weight), bias)
 
     def tied_embedding(self, linear: LinearMap) -> None:
-        """Holds a plain weight as it came; see `Operations.tied_embedding`."""
+        """See `Operations.tied_embedding`; holds a plain weight unchanged."""
 
     def gated_linear(
         self, weight: torch.Tensor | QuantizedWeight, bias: torch.Tensor | None, gate: Gate = Activation.SILU
@@ -51,7 +51,7 @@ class TritonOperations:
         routing: Routing,
         shared_gate: LinearMap | None = None,
     ) -> None:
-        """Computes experts one by one; see `Operations.experts`."""
+        """See `Operations.experts`; computes expert after expert."""
 
     def rotate_and_store(
         self, qkv: torch.Tensor, rotation: Rotation, qk_norm: QkNorm | None, kv_layer: torch.Tensor

@@ -59,7 +59,7 @@ def can_keep(weight: QuantizedWeight) -> bool:
 
 
 class TokenTile(NamedTuple):
-    """What a program computes of a step with up to so many tokens."""
+    """What a program computes of a step with `max_tokens` tokens at most."""
 
     most_tokens: int
     block_tokens: int
@@ -69,7 +69,7 @@ class TokenTile(NamedTuple):
     num_warps: int
     num_stages: int
     wanted_programs: int
-    """Where outputs are too few for so many, several programs share the inputs of each."""
+    """Several programs share the inputs of an output where outputs are fewer than this number of programs."""
 
 
 _TILES = (

@@ -139,7 +139,7 @@ def dequantize_kernel(
 
 @triton.jit
 def _store_meant(wide, inputs, there, scale_at, offset_at, group, out_at, HAS_OFFSETS: tl.constexpr):
-    """Writes what values of one row stand for."""
+    """Writes the dequantised values of a row."""
     wide *= tl.load(scale_at + inputs // group, mask=there, other=0.0)
     if HAS_OFFSETS:
         wide += tl.load(offset_at + inputs // group, mask=there, other=0.0)

@@ -18,7 +18,7 @@ import triton.language as tl
 from kernels.triton.variant import Variant
 
 CHUNK = 2048
-"""Elements of a row that one program looks at."""
+"""The elements of a row that a program looks at."""
 MAX_VOCAB_SIZE = 1 << 19
 """So many tokens of the largest mass still sum to an int64."""
 
@@ -37,7 +37,7 @@ _MIN_TEMPERATURE: tl.constexpr = tl.constexpr(1e-30)
 
 
 def row_variant(kernel: Any, num_warps: int, **constexprs: int) -> Variant:
-    """One compilation of a sampling kernel."""
+    """A compilation of a sampling kernel."""
     label = f"sampling {kernel.__name__.strip('_').removesuffix('_kernel')}"
     return Variant(kernel, _TYPES, constexprs, num_warps, label, aligned=frozenset(("row_stride", "vocab_size")))
 
@@ -83,7 +83,7 @@ def chunk_costs(
     logits, row_stride, best, temperature, row, chunk, vocab_size, num_chunks,
     CHUNK: tl.constexpr, CHUNKS: tl.constexpr,
 ):  # fmt: skip
-    """`[CHUNK]` costs of one chunk; padding costs `LAST_COST`."""
+    """Returns the `[CHUNK]` costs of a chunk; padding costs `LAST_COST`."""
     row_best, _ = best_of_chunks(best, row, num_chunks, CHUNKS)
     columns = chunk * CHUNK + tl.arange(0, CHUNK)
     values = tl.load(logits + row * row_stride + columns, mask=columns < vocab_size, other=float("-inf"))

@@ -33,7 +33,7 @@ def available(device: torch.device | str) -> list[TransportStatus]:
 
 
 def available_between(device: torch.device | str, num_gpus: int) -> list[TransportStatus]:
-    """As `available`, for two workers of one machine that has so many GPUs."""
+    """Returns the transports that two workers of one machine with `num_gpus` GPUs can use."""
     share = torch.device(device).type == "cuda" and num_gpus == 1
     reason = "it connects pools on different GPUs only, and this machine has one GPU"
     return [

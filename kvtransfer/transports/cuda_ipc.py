@@ -158,7 +158,7 @@ class _Copier:
     def copy(self, pieces: Sequence[tuple[int, int, int]], meanwhile: Callable[[], tuple[int, ...]]) -> tuple[int, ...]:
         """Copies `(offset in the peer's allocation, source address, bytes)` while `meanwhile` runs; returns its result.
 
-        Ends only when no copy runs any more, or with _NotStopped. Raises CudaError.
+        Ends only when no copy runs, or with _NotStopped. Raises CudaError.
         """
         opened = self._opened
         if opened is None:
@@ -177,7 +177,7 @@ class _Copier:
         return result
 
     def close(self) -> None:
-        """Unmaps. Idempotent; what the driver says against it changes nothing."""
+        """Unmaps. Idempotent; an error of the driver changes nothing."""
         self._opened = None
         with contextlib.suppress(CudaError):
             self._undo.close()
@@ -258,7 +258,7 @@ class _SendingLane(HostSendingLane):
 
 
 class _ReceivingLane(SharingLane):
-    """Shares the allocation with one peer process and digests what that wrote."""
+    """Shares the allocation with a peer process and digests what that process wrote."""
 
     name = NAME
     verify: tuple[str, ...] = (MIX64,)
@@ -271,7 +271,7 @@ class _ReceivingLane(SharingLane):
         return await self._work.run(partial(self._work.digests, blocks))
 
     async def settle(self, blocks: Sequence[BlockId]) -> None:
-        """Nothing to do: they are in the pool itself."""
+        """Does nothing: the blocks are in the pool already."""
 
     def close(self) -> None:
         self._work.close()

@@ -34,10 +34,10 @@ class DeviceWork:
         self._ending: asyncio.Future[None] | None = None
 
     async def run(self, work: Callable[[], T]) -> T:
-        """What `work` returns on the thread; a cancelled call leaves it running. Raises TransferError for RuntimeError.
+        """Runs `work` on the thread and returns its result; a cancelled call leaves the work running.
 
-        RuntimeError is torch's word, and the driver's here, for whatever the device says. One that says nothing is
-        left to run, too: the TransferError's cause is then a TimeoutError.
+        Raises TransferError for RuntimeError, which is what torch and the driver raise for any error of the
+        device. Work without an answer is left to run, too: the TransferError's cause is then a TimeoutError.
         """
         started = asyncio.get_running_loop().run_in_executor(self._thread, work)
         try:
@@ -66,7 +66,7 @@ class DeviceWork:
             self._thread.shutdown(wait=False)
 
     async def closed(self) -> bool:
-        """After `close`: whether all of it has ended; see `thread_to_its_end`."""
+        """Waits for the thread after `close`; returns whether its work has ended, see `thread_to_its_end`."""
         ended = self._ending is None or await thread_to_its_end(self._thread, self._ending)
         if ended:
             self._blocks = torch.empty(0, 0, dtype=torch.uint8)

@@ -133,11 +133,11 @@ class HostReceivingLane(HostLane):
     async def receive(
         self, connection: Connection, blocks: Sequence[BlockId], num_bytes: int, wanted: Callable[[], bool]
     ) -> None:
-        """Nothing to take: it is there already."""
+        """Takes nothing: the payload is in memory already."""
 
     async def checksums(self, blocks: Sequence[BlockId]) -> tuple[int, ...]:
         """See `ReceivingLane`."""
         return await self._pool.checksums(blocks)
 
     async def settle(self, blocks: Sequence[BlockId]) -> None:
-        """Nothing to do: the blocks were verified where they lie."""
+        """Does nothing: the blocks were verified in the pool itself."""

@@ -95,7 +95,7 @@ def acceptor(accept: Callable[[socket.socket], ReceivingLane], fields: Fields) -
 
 
 def elsewhere(fields: Fields) -> str | None:
-    """Why the acceptor with these fields cannot be met; None = it can."""
+    """Why the acceptor with these fields is out of reach; None = within reach."""
     here = boot_id()
     if not here or fields.get("boot_id") != here:
         return "it is on another machine"
@@ -120,7 +120,7 @@ def cannot_watch() -> str | None:
 
 
 class SharingLane(HostReceivingLane):
-    """Shares memory with one peer process and watches that through a pidfd."""
+    """Shares memory with a peer process and watches that process through a pidfd."""
 
     def __init__(self, pool: Pool, shared_fd: int, sock: socket.socket) -> None:
         """Raises TransferError unless the peer is ours and its death can be proven."""
@@ -132,7 +132,7 @@ class SharingLane(HostReceivingLane):
         self._pidfd: int | None = _open_pidfd(sock, pid)
 
     def send_hello(self, connection: Connection, hello: Frame) -> None:
-        """See `ReceivingLane`: the descriptor goes with it."""
+        """See `ReceivingLane`: the descriptor goes with the frame."""
         data = hello.encode()  # the first frame: nothing is queued before it
         try:
             sent = socket.send_fds(connection.sock, [data], [self._shared_fd])

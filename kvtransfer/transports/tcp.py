@@ -29,7 +29,7 @@ _JOIN_BELOW_BYTES = 64 * 1024
 
 
 def listen(host: str, port: int = 0) -> socket.socket:
-    """A listening socket; port 0 = any free one. Raises ConfigError."""
+    """Returns a listening socket; port 0 = any free port. Raises ConfigError."""
     try:
         family, kind, proto, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         sock = socket.socket(family, kind, proto)
@@ -194,7 +194,7 @@ class _ReceivingLane(NetworkReceivingLane):
 
 
 def address_fields(sock: socket.socket, options: ListenOptions) -> dict[str, str]:
-    """Returns what an endpoint says of a listening socket; `address_of` reads it."""
+    """Returns an endpoint's fields of a listening socket; `address_of` reads these fields."""
     port = sock.getsockname()[1]
     return {"host": options.advertise_host, "port": str(port), "tls": on_off(options.tls is not None)}
 
@@ -209,5 +209,5 @@ def address_of(fields: Fields, tls: ClientTls | None) -> tuple[str, int]:
 
 
 def on_off(is_on: bool) -> str:
-    """Returns the form in which endpoints say it."""
+    """Returns the text for `is_on` in endpoints."""
     return "on" if is_on else "off"

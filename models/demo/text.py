@@ -34,7 +34,7 @@ OPENINGS = (
 
 @dataclass(frozen=True, slots=True)
 class Fact:
-    """One sentence of a story, and the question that it answers whole."""
+    """A sentence of a story, and the question that this sentence answers whole."""
 
     sentence: str
     question: str
@@ -42,7 +42,7 @@ class Fact:
 
 @dataclass(frozen=True, slots=True)
 class Story:
-    """A story and the facts in it."""
+    """A story and its facts."""
 
     text: str
     facts: tuple[Fact, ...]

@@ -185,7 +185,7 @@ def train(model: LlamaForCausalLM, tokenizer: Tokenizer, plan: Plan) -> None:
 def share_of_right_answers(
     model: LlamaForCausalLM, tokenizer: Tokenizer, seed: int, num_questions: int, num_people: int
 ) -> float:
-    """Share of questions about new stories that are answered word for word."""
+    """Returns the share of questions about new stories that are answered exactly."""
     rng = random.Random(seed)
     right = 0
     for _ in range(num_questions):

@@ -47,7 +47,7 @@ _SAMPLING_DEFAULTS: Mapping[str, tuple[float, float]] = {
 }
 """What is taken from generation_config.json, and its bounds: a bad default would fail every request."""
 _FACTOR_ROPES = frozenset({"linear", "dynamic", "yarn"})
-"""Rope scalings whose factor stretches the context; llama3's max_position_embeddings already holds it."""
+"""Rope scalings whose factor stretches the context; llama3's max_position_embeddings already includes its factor."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,7 +135,7 @@ def read_checkpoint(model: str) -> CheckpointInfo:
 
 @dataclass(frozen=True, slots=True)
 class _Document:
-    """One JSON file whose keys are checked as they are read."""
+    """A JSON file whose keys are checked as soon as a caller reads a key."""
 
     path: Path
     values: Mapping[str, Any]

@@ -46,7 +46,7 @@ class GgufTensor:
     """Where one tensor lies; its bytes are in the file's order of rows."""
 
     shape: tuple[int, ...]
-    """Rows first, as torch has it."""
+    """Rows first, in torch's order."""
     kind: int
     """The number of its type."""
     offset: int
@@ -55,7 +55,7 @@ class GgufTensor:
 
 @dataclass(frozen=True, slots=True)
 class Gguf:
-    """What one file says before its tensors are read."""
+    """What a file says before its tensors are read."""
 
     path: Path
     metadata: Mapping[str, Any]

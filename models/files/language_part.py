@@ -23,7 +23,7 @@ _NOT_LANGUAGE = ("vision_tower.", "multi_modal_projector.", "visual.")
 
 @dataclass(frozen=True, slots=True)
 class Container:
-    """One kind of checkpoint, by its `model_type`."""
+    """A kind of checkpoint, by its `model_type`."""
 
     architecture: str
     """The only entry of `architectures` that is served."""

@@ -27,10 +27,10 @@ _TORCHAO = (
 
 @dataclass(frozen=True, slots=True)
 class Quantization:
-    """How the weights of one checkpoint are stored."""
+    """How the weights of a checkpoint are stored."""
 
     method: str
-    """As config.json calls it."""
+    """The method's name in config.json."""
     scheme: Scheme
     rounds_activations: bool = False
     """Whether it was made for activations in 8 bits too; here they stay as they are."""

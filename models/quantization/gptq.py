@@ -21,7 +21,7 @@ from models.quantization.scheme import FLOATS, INTS, Header, Shape, Spec, Weight
 
 _AWQ_BITS = 4
 _AWQ_POSITIONS = (0, 4, 1, 5, 2, 6, 3, 7)
-"""Where in a word each of eight neighbouring outputs lies."""
+"""The place in a word of each of eight neighbouring outputs."""
 _PARTS = frozenset(("qweight", "qzeros", "scales"))
 
 

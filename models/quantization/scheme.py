@@ -1,7 +1,7 @@
 """What a quantised checkpoint says of one weight: its tensors, and how to make the weight from them.
 
-Whether a module is quantised is told by the tensors that the file holds, so that lists of modules which were left as
-they are need not be matched; how they are to be read is told by config.json.
+The tensors of the file decide whether a module is quantised, so that lists of modules which were left as
+they are need not be matched; config.json says how they are to be read.
 """
 
 from __future__ import annotations
@@ -26,23 +26,23 @@ _INT8_ZERO = 128
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """What a file says of one tensor before it is read."""
+    """What a file says of a tensor before the tensor is read."""
 
     shape: Shape
     dtype: str
-    """As safetensors calls it."""
+    """The dtype's name in safetensors."""
 
 
 @dataclass(frozen=True, slots=True)
 class Spec:
-    """What one tensor must be."""
+    """What a tensor must be."""
 
     shapes: tuple[Shape, ...]
     """Shapes that the tensor may have."""
     dtypes: frozenset[str] = FLOATS
     is_required: bool = True
     is_zero: bool = False
-    """Whether the tensor may be present if it holds nothing but zeros."""
+    """Whether the tensor may be present if all its values are zero."""
 
 
 Weight = torch.Tensor | QuantizedWeight
