@@ -10,9 +10,10 @@ import pytest
 import torch
 
 from bench.support.tiny_models import TINY_MODELS, save_tiny_model
+from engine.draws import SampleSpec
 from engine.kv_cache import KvCache
 from engine.runner import Runner
-from engine.step import BlockCopy, SampleSpec, ScheduledSeq, Step
+from engine.step import BlockCopy, ScheduledSeq, Step
 from engine.warm_up import StepSizes, warm_up
 from kernels import triton
 from kernels.quantized import QuantForm

@@ -9,8 +9,9 @@ from dataclasses import fields
 import pytest
 import torch
 
+from engine.draws import SampleSpec
 from engine.philox import uniforms
-from engine.step import BrokenLogits, SampleSpec
+from engine.step import BrokenLogits
 from kernels.sampling import DrawParams
 from tandem.errors import InternalError
 from tandem.types import SamplingParams

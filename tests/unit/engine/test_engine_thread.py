@@ -11,12 +11,14 @@ from collections.abc import AsyncIterator, Awaitable
 import pytest
 import torch
 
+from engine.draws import SampleSpec
 from engine.engine_thread import MAX_FAILURES, EngineBroken, EngineThread, FeederFailed
 from engine.placement import open_engine_executor
-from engine.step import BrokenLogits, Sampled, SampledToken, ScheduledSeq, Step, StepResult
+from engine.step import BrokenLogits, DecodeRows, Sampled, SampledToken, ScheduledSeq, Step, StepResult
 from engine.thread_work import to_the_end
 from tandem.errors import InternalError
-from tandem.types import TokenId
+from tandem.types import BlockId, SamplingParams, TokenId
+from tests.token_engine import drawn_of
 
 DEADLINE_S = 10.0
 linux_only = pytest.mark.skipif(sys.platform != "linux", reason="threads have their own settings on Linux")
@@ -53,19 +55,21 @@ class GatedRunner:
 
     def collect(self, launched):
         self.events.append(f"collect {number(launched)}")
-        return StepResult((self.draws.get(number(launched), (TOKEN,)),), 0.25)
+        return StepResult((), 0.25, drawn=drawn_of([self.draws.get(number(launched), (TOKEN,))]))
 
 
-def step_of(context_len: int = 0, feed: int | None = None) -> Step:
-    return Step((ScheduledSeq((TokenId(1),), context_len, (), (), feed),))
+def step_of(context_len: int, feeds: list[int] | None = None) -> Step:
+    spec = SampleSpec(SamplingParams(max_tokens=1), 0)
+    return Step((), rows=DecodeRows.of([ScheduledSeq((TokenId(1),), context_len, (BlockId(0),), (spec,))], feeds))
 
 
 def number(step: Step) -> int:
-    return step.seqs[0].context_len
+    assert step.rows is not None
+    return int(step.rows.context_lens[0])
 
 
 TOKEN: Sampled = (SampledToken(TokenId(1), None),)
-GOOD, BAD, UNPREPARABLE, FED = step_of(1), step_of(2), step_of(3), step_of(4, feed=0)
+GOOD, BAD, UNPREPARABLE, FED = step_of(1), step_of(2), step_of(3), step_of(4, [0])
 
 
 @pytest.fixture

@@ -14,10 +14,11 @@ import torch
 
 from bench.support.tiny_models import TINY_MODELS, VOCAB_SIZE, save_tiny_model
 from engine.batch import Batch, Forward, build_batch
+from engine.draws import SampleSpec
 from engine.graphs import CudaCapturer, DecodeGraphs, batch_sizes, context_bounds
 from engine.kv_cache import KvCache
 from engine.runner import Runner
-from engine.step import SampleSpec, ScheduledSeq, Step
+from engine.step import ScheduledSeq, Step
 from kernels.attention import AttentionMetadata, AttentionParams
 from kernels.dispatch import select_kernels
 from kernels.operations import Kernels
