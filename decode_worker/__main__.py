@@ -1,4 +1,4 @@
-"""`python -m decode_worker`: one decode worker process."""
+"""`python -m decode_worker`: the process of a decode worker."""
 
 from __future__ import annotations
 

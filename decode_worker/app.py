@@ -32,12 +32,12 @@ MAX_LOCAL_TOKENS = 2**31 - 1
 
 
 def run(config: DecodeConfig) -> int:
-    """Runs the process until it is told to stop; returns its exit code."""
+    """Runs the process until a stop is asked for; returns its exit code."""
     return run_worker(_role(config), config, serve)
 
 
 async def serve(config: DecodeConfig, tracer: Tracer | None, stop: StopSignal) -> None:
-    """Loads, serves and drains one worker. Raises ConfigError, CheckpointError."""
+    """Loads, serves and drains a worker. Raises ConfigError, CheckpointError."""
     base = Foundation.lay(_role(config), config, tracer)
     engine_role = EngineRole(
         shared_kv=SHM in base.transports,

@@ -61,7 +61,7 @@ def num_candidates(params: SamplingParams) -> int:
 
 
 class BeamSearch:
-    """Starts with one beam, the prompt."""
+    """A search that starts with a single beam, the prompt."""
 
     def __init__(self, params: SamplingParams) -> None:
         self._params = params
@@ -117,7 +117,7 @@ class BeamSearch:
         return self._beams[parent].tokens, TokenLogprobs(token_id, logprob, alternatives)
 
     def _keep(self, score: float, tokens: _Tokens, reason: FinishReason) -> None:
-        """If it is among the best so far."""
+        """Keeps a hypothesis that is among the best so far."""
         penalised = self._penalised(score, self._length)
         at = bisect.bisect_right(self._finished, -penalised, key=lambda each: -each.score)
         if at < self._width:
@@ -125,7 +125,7 @@ class BeamSearch:
             del self._finished[self._width :]
 
     def _may_improve(self) -> bool:
-        """Whether it is worth going on, by transformers' heuristics."""
+        """Whether going on may bring a better hypothesis, by transformers' heuristics."""
         if len(self._finished) < self._width:
             return True
         stopping = self._params.early_stopping
@@ -136,7 +136,7 @@ class BeamSearch:
         return self._penalised(self._beams[0].score, length) > self._finished[-1].score
 
     def _penalised(self, score: float, length: int) -> float:
-        """A quotient of float32 numbers, itself one; always finite."""
+        """Returns a quotient of float32 numbers, itself float32; always finite."""
         divisor = min(max(float(length) ** self._params.length_penalty, _SMALLEST), _LARGEST)
         quotient = score / float(np.float32(divisor))
         return float(np.float32(math.copysign(min(abs(quotient), _LARGEST), quotient)))

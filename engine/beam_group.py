@@ -34,7 +34,7 @@ class BeamGroup(Group):
         self.spec = spec
         self._search = BeamSearch(spec.sampling)
         self._drawn: dict[Sequence, Candidates] = {}
-        """Of the beams that have drawn since all went on together."""
+        """Draws of the beams that have drawn since all beams went on together."""
 
     @property
     def is_finished(self) -> bool:
@@ -90,7 +90,7 @@ class BeamGroup(Group):
         self.draw(self.prefix, first_tokens, pool)
 
     def take_blocks(self) -> list[BlockTable]:
-        """As for every group; beams that have drawn will draw again."""
+        """See `Group.take_blocks`; beams that have drawn will draw again."""
         self._forget_draws()
         return super().take_blocks()
 

@@ -1,7 +1,7 @@
-"""Gives the blocks of a prefix tree their hashes (`shell.prefix_hash`), and tells a listener of each that got one.
+"""Gives the blocks of a prefix tree their hashes (`shell.prefix_hash`), and announces each hashed block to a listener.
 
-A few are hashed at once. Many, as of a long prompt, are hashed in pieces on the running loop, between which others get
-their turn: until then they are known, but not told. What has gone meanwhile never is.
+A few are hashed at once. Many, as of a long prompt, are hashed in pieces on the running loop, between which other work
+gets its turn: until then these blocks are known, but not announced. A block that has gone meanwhile never is.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from shell.prefix_hash import hashes_below, salt_hash
 from tandem.types import TokenId
 
 PIECE = 2048
-"""Blocks that are hashed and told at a time: about a millisecond."""
+"""Blocks that are hashed and announced at a time: about a millisecond."""
 
 
 class CacheListener(Protocol):
@@ -25,17 +25,17 @@ class CacheListener(Protocol):
     def stored(
         self, cache_salt: str, parent_hash: int | None, hashes: Sequence[int], token_ids: Sequence[TokenId]
     ) -> None:
-        """Blocks that follow each other, the first one behind `parent_hash`; None = it begins with it."""
+        """Blocks that follow each other, the first block behind `parent_hash`; None = at the root."""
 
     def removed(self, hashes: Sequence[int]) -> None:
-        """They are held nowhere on this worker any more."""
+        """Blocks of these hashes are held nowhere on this worker from now on."""
 
     def cleared(self) -> None:
-        """Nothing is held any more."""
+        """Nothing is held from now on."""
 
 
 class BlockNames:
-    """Of one tree, while there is a listener.
+    """Hashes of a tree's blocks, while there is a listener.
 
     INVARIANT: no node has hashes unless those above it have all of theirs.
     """
@@ -72,7 +72,7 @@ class BlockNames:
             self._name_soon()
 
     def _name_next(self) -> None:
-        """A piece of the oldest, or of what lies above it."""
+        """Names a piece of the oldest node, or of the nodes above."""
         oldest = self._tree.unnamed[0]
         if oldest.parent is not None and oldest.lacks_names:
             self._name(_first_that_lacks(oldest))

@@ -21,7 +21,7 @@ _GPU_ALONE_TOKENS = 4096
 
 @dataclass(frozen=True, slots=True)
 class ChunkTokens:
-    """Tokens of prompts in one step, at most."""
+    """The most tokens of prompts in a step."""
 
     beside: int
     """Beside sequences that decode."""
@@ -30,7 +30,7 @@ class ChunkTokens:
 
     @classmethod
     def of(cls, asked: int, device: torch.device, full_tokens: int | None) -> ChunkTokens:
-        """As many as were asked for, or for 0 by the device. `full_tokens`: see `Kernels.full_tokens`."""
+        """Returns the sizes that were asked for, or for 0 the device's. `full_tokens`: see `Kernels.full_tokens`."""
         if asked:
             return cls(asked, asked)
         if device.type == "cuda":

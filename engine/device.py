@@ -75,7 +75,7 @@ class Device:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self.is_asynchronous = device.type == "cuda"
-        """Whether work goes on after the call that queued it."""
+        """Whether work goes on after the call that queued this work."""
         self._uploads = _copy_stream(device) if self.is_asynchronous else None
         self._downloads = _copy_stream(device) if self.is_asynchronous else None
 
@@ -118,7 +118,7 @@ class Device:
         return host.copy_(tensor, non_blocking=True)
 
     def synchronize(self) -> None:
-        """Returns once nothing runs on the device any more, even if it broke: that error is raised elsewhere."""
+        """Returns once nothing runs on the device, even if the device broke: that error is raised elsewhere."""
         synchronize(self._device)
 
 

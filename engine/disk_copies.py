@@ -46,10 +46,10 @@ class DiskCopies:
         self._disk = disk
         self._host = host
         self._checksums: dict[int, int] = {}
-        """Of ready slots."""
+        """Checksums of ready slots."""
         self._num_jobs = 0
         self.num_writing = 0
-        """Rows that will be free when they are written."""
+        """Rows that become free once written."""
         self.is_off = disk is None
         """Whether nothing goes to the disk and nothing comes back: there is none, or it has failed."""
         self._num_damaged = 0

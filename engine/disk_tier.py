@@ -38,14 +38,14 @@ class DiskJob:
     """The row's bytes."""
     is_read: bool
     checksum: int = 0
-    """xxh3-64 of the block: what a read expects; a write sets it."""
+    """xxh3-64 of the block: expected by a read, set by a write."""
     is_intact: bool = True
-    """False: the bytes that were read are not those that were written."""
+    """False: the bytes that were read differ from the bytes that were written."""
     error: OSError | None = None
 
 
 class DiskTier:
-    """`num_slots` slots of `block_bytes` bytes. `close` ends it."""
+    """`num_slots` slots of `block_bytes` bytes; `close` ends the tier."""
 
     def __init__(self, folder: Path, num_slots: int, block_bytes: int) -> None:
         """Takes the disk's space at once. Raises OSError if there is no such folder, or not so much space."""

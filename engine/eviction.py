@@ -27,7 +27,7 @@ _AHEAD = 8
 
 
 class Evictor:
-    """Evicts from one tree, over a pool and the tiers behind it."""
+    """Evicts from a tree, over a pool and the tiers behind that pool."""
 
     def __init__(
         self,
@@ -38,7 +38,7 @@ class Evictor:
         costs: LoadCosts,
         on_removed: Callable[[Sequence[int]], None],
     ) -> None:
-        """`on_removed` is called with the hashes of what is known nowhere any more."""
+        """`on_removed` is called with the hashes of blocks that became known nowhere."""
         self._tree = tree
         self._pool = pool
         self._host = host
@@ -69,7 +69,7 @@ class Evictor:
             num_blocks -= num_freed
 
     def evict_leaves(self, num_blocks: int, *, store: bool) -> int:
-        """As `evict`, but only blocks with no held ones below them; returns how many it freed."""
+        """Evicts only blocks with no held blocks below; returns how many became free."""
         began, num_freed = self._tree.tick(), 0
         while num_freed < num_blocks:
             leaf = self._tree.least_used(Tier.DEVICE)
@@ -113,7 +113,7 @@ class Evictor:
         return self._make_room(Tier.HOST, self._host.rows, num_rows)
 
     def _make_room(self, tier: Tier, rows: RowBook[Any], num_rows: int) -> int:
-        """As `make_room`, in either tier behind the pool."""
+        """Frees rows in either tier behind the pool; see `make_room`."""
         while rows.num_free < num_rows:
             leaf = self._tree.least_used(tier)
             if leaf is None or leaf.last_used >= self.in_use or rows.is_pinned(leaf.places[-1]):
@@ -141,7 +141,7 @@ class Evictor:
             self._tree.merge(leaf)
 
     def note_disk(self) -> None:
-        """Notes what the disk has done: what it has lost is not known any more."""
+        """Notes what the disk has done: blocks that the disk has lost are forgotten."""
         was_off, unfilled = self._disk.is_off, self._disk.take_done()
         if unfilled:
             self._forget_from(Tier.HOST, set(unfilled))
@@ -184,7 +184,7 @@ class Evictor:
         return self._pool.num_free - num_free
 
     def free_places(self, node: Node) -> None:
-        """Nothing is known of a node's places any more; held blocks stay their holders'."""
+        """Forgets a node's places; held blocks stay their holders'."""
         if node.tier is Tier.DEVICE:
             cached, held = self._pool.cached_and_held(as_blocks(node.places))
             if held:

@@ -36,7 +36,7 @@ _CONTEXT_BOUNDS = (2048, 8192)
 
 @dataclass(frozen=True, slots=True)
 class GraphShape:
-    """What is fixed in one graph."""
+    """What is fixed in a graph."""
 
     num_seqs: int
     """Rows, padding included."""
@@ -69,7 +69,7 @@ class StaticInputs:
         self._cu_seqlens_q = torch.arange(num_seqs + 1, dtype=torch.int32, device=device)  # [B + 1], never changes
 
     def metadata(self, shape: GraphShape, block_size: int) -> AttentionMetadata:
-        """Of the first rows, as the kernels see them under capture."""
+        """Returns the metadata of the first rows, as the kernels see these rows under capture."""
         rows, width = shape.num_seqs, -(-shape.max_seq_len // block_size)
         return AttentionMetadata(
             cu_seqlens_q=self._cu_seqlens_q[: rows + 1],

@@ -1,7 +1,7 @@
 """A request's choices on one worker, sharing blocks by reference count and copied on write.
 
     prefix   one sequence computes the prompt, from whose last token each choice draws its first
-       └─ fork ─▶ every choice runs by itself; all hold the prefix's blocks
+       └─ fork ─▶ every choice runs on its own; all hold the prefix's blocks
                      └─ take_blocks ─▶ prefix      preempted: computed again from the tokens
 
 A request is one handle on a worker, with one or more choices. Its prefix is computed, handed over and held once. A
@@ -53,15 +53,15 @@ class Group:
         """Every choice, in order of index."""
         num_top = spec.sampling.prompt_logprobs
         self.prompt_scores = None if num_top is None else PromptScores(spec.prompt_token_ids, num_top)
-        """Given if the log-probabilities of the prompt are to be told from here."""
+        """Given if the log-probabilities of the prompt are to be sent from here."""
         self._alone = len(self.sequences) == 1
         self.prefix = self.sequences[0] if self._alone else self._new_prefix()
         """What is computed once for all."""
         self.prefix.prompt_scores = self.prompt_scores
         self.is_forked = False
-        """Whether the choices run by themselves."""
+        """Whether each choice runs on its own."""
         self.num_borrowed_blocks = 0
-        """Of those held, how many others held when they were found in a cache."""
+        """How many of the held blocks other sequences held when a cache found these blocks."""
 
     @property
     def running(self) -> tuple[Sequence, ...]:
@@ -114,8 +114,8 @@ class Group:
         return self.num_held_blocks - self.num_borrowed_blocks
 
     def num_own_blocks(self, pool: BlockPool) -> int:
-        """Blocks that would be free, or cached, if it let go of all it holds: shared ones count once, others' not at
-        all.
+        """Blocks that would be free, or cached, if the group released all its blocks: shared blocks count once, blocks
+        of others not at all.
         """
         holds = Counter(block for each in self._holders() for block in each.block_table)
         return sum(pool.ref_count(block) == count for block, count in holds.items())
@@ -150,8 +150,8 @@ class Group:
         return self._reuse(self.prefix, cache)
 
     def attach_more(self, cache: PrefixCache) -> bool:
-        """As `attach`, once it holds blocks for its prefix, nothing of which was computed here: what the cache knows by
-        now takes the place of blocks in which nothing lies.
+        """Takes over what the cache knows by now, in place of blocks in which nothing lies. The group holds blocks for
+        its prefix, nothing of which was computed here; see `attach`.
         """
         prefix, size = self.prefix, cache.pool.block_size
         num_known = prefix.num_cached_tokens // size

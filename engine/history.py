@@ -37,7 +37,7 @@ class TokenHistory:
             self.append(token_id)
 
     def append(self, token_id: TokenId) -> None:
-        """One more token of the completion."""
+        """Appends a token of the completion."""
         place = self._places.setdefault(token_id, len(self._ids))
         if place == len(self._ids):
             self._ids.append(token_id)

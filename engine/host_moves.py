@@ -22,12 +22,12 @@ from tandem.lifecycle import BlockState
 from tandem.types import BlockId
 
 _WEIGHT = 0.1
-"""Of the newest measurement in a moving average."""
+"""Weight of the newest measurement in a moving average."""
 
 
 @dataclass(slots=True)
 class _Moves:
-    """Of one step."""
+    """Moves of a step."""
 
     stores: dict[HostRow, BlockId] = field(default_factory=dict)
     loads: dict[BlockId, HostRow] = field(default_factory=dict)
@@ -116,7 +116,7 @@ class HostMoves:
             self._next.stores = {row: block for row, block in self._next.stores.items() if block not in wanted}
 
     def idle_loads(self) -> list[BlockId]:
-        """Returns the blocks that the next step is to load, and that nobody waits for any more."""
+        """Returns the blocks that the next step is to load, and for which no request waits."""
         return [block for block in self._next.loads if self._pool.ref_count(block) == 1]
 
     def abandon_loads(self, blocks: Iterable[BlockId]) -> None:
@@ -145,6 +145,6 @@ class LoadCosts:
         return self._token_s is None or self._token_s >= self._token_s_at_least
 
     def computed(self, num_tokens: int, seconds: float) -> None:
-        """A step computed `num_tokens` of prompts, perhaps beside others."""
+        """Notes that a step computed `num_tokens` of prompts, perhaps beside other tokens."""
         newest = seconds / num_tokens
         self._token_s = newest if self._token_s is None else self._token_s + _WEIGHT * (newest - self._token_s)

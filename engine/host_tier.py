@@ -22,7 +22,7 @@ _MEASURED_BLOCKS = 16
 
 
 class HostTier:
-    """`num_rows` rows of `block_bytes` bytes. `close` ends it."""
+    """`num_rows` rows of `block_bytes` bytes; `close` ends the tier."""
 
     def __init__(self, num_rows: int, block_bytes: int, *, pinned_for: torch.device | None = None) -> None:
         """`pinned_for` a GPU: it copies them while the host goes on. Raises RuntimeError (torch) if memory runs out."""
@@ -32,7 +32,7 @@ class HostTier:
         self.num_rows: Final = num_rows
         """All rows, in use or not."""
         self.block_s = 0.0
-        """What moving a block takes, in seconds, once it was measured."""
+        """Seconds that moving a block takes, once measured."""
         self._block_bytes = block_bytes
 
     def row(self, row: HostRow) -> memoryview:

@@ -22,12 +22,12 @@ decodes as far as the largest tile of quantised products (65 to 256 tokens), and
 
 @dataclass(frozen=True, slots=True)
 class Filled:
-    """Of one architecture, kernels by their types and options."""
+    """How many kernels of an architecture were compiled, by types and options."""
 
     arch: int
     num_compiled: int
     num_found: int
-    """That the cache had already."""
+    """Kernels that the cache had already."""
 
 
 def fill_kernel_cache(config: WorkerConfig, archs: Sequence[int], cache: Path) -> list[Filled]:

@@ -35,10 +35,10 @@ class HostMemory:
     """
 
     def __init__(self, memory: torch.Tensor, shared_fd: int | None) -> None:
-        """Takes over `memory`, `[size_bytes]` uint8, and the descriptor behind it."""
+        """Takes over `memory`, `[size_bytes]` uint8, and the descriptor of its file."""
         self._bytes: torch.Tensor | None = memory
         self.shared_fd = shared_fd
-        """Descriptor of the memory file, owned here; None if it is private."""
+        """Descriptor of the memory file, owned here; None if the memory is private."""
         self._pinned_for: torch.device | None = None
 
     @classmethod
@@ -76,10 +76,10 @@ class HostMemory:
         return False
 
     def close(self) -> None:
-        """Gives memory and descriptor back, once no copy of its device runs any more. Idempotent.
+        """Gives memory and descriptor back, once no copy of its device runs. Idempotent.
 
-        The mapping goes with its last view: unmapping under a view that somebody still holds
-        would turn a late read into a crash.
+        The mapping goes with its last view: unmapping under a view that somebody still holds would turn a late read
+        into a crash.
         """
         if self._pinned_for is not None:
             synchronize(self._pinned_for)
@@ -93,12 +93,12 @@ class HostMemory:
 
 
 class KvCache:
-    """Made by `create`; its content is undefined until written. `close` ends it."""
+    """Made by `create`; its content is undefined until written. `close` ends the cache."""
 
     def __init__(self, layout: KvLayout, host: HostMemory, allocation: PoolAllocation | None) -> None:
         """Takes over the ring `host`, and the pool `[N * block_bytes]`; None = `host` is the pool itself."""
         self.layout: Final = layout
-        """Shape and dtype of one block."""
+        """Shape and dtype of a block."""
         self._host = host
         self.allocation: Final = allocation
         """The pool's own memory, where it does not lie in host memory; owned by this cache."""

@@ -78,7 +78,7 @@ class Engine:
     kv_cache: KvCache
     cache: PrefixCache
     tier: HostTier | None
-    """Where `cache` puts what it evicts."""
+    """Where `cache` puts evicted blocks."""
     disk: DiskTier | None
     """Where `cache` puts what `tier` has no room for."""
     thread: EngineThread

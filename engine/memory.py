@@ -4,7 +4,7 @@ Available memory is what the GPU has left, and what the machine or, in a contain
 takes host memory too, for a ring of rows through which its blocks pass where transports reach nothing else.
 
 Workers that start together all see the same memory as available, as none has taken its part yet. So each takes a share
-that leaves room for the others, as many as it was told of.
+that leaves room for the other workers, whose number is an option.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from tandem.kv_layout import KvLayout
 GIB = 1 << 30
 MIN_RING_ROWS = 16
 RING_SHARE, MIN_RING_BYTES, MAX_RING_BYTES = 1 / 16, GIB // 4, GIB
-"""Of the pool; a ring need not hold more than what is on its way at a time."""
+"""Share of the pool; a ring need not hold more than what is on its way at a time."""
 _HOST = torch.device("cpu")
 HOST_SHARE, CPU_CAP_BYTES = 0.5, 4 * GIB
-"""Of host memory all workers of the machine take half by default, and one on a CPU never more than the cap."""
+"""By default all workers of the machine take half of the host memory, and a worker on a CPU never more than the cap."""
 MANY_SEQS, FEW_SEQS = 256, 64
 """Sequences of a batch: on an H200 with an 8B model, 256 callers get 1.7 times the tokens per second that 64 get."""
 LARGE_GPU_BYTES = 40_000_000_000
-"""Memory of a GPU from which on such a model leaves room for so many."""
+"""Memory of a GPU from which on such a model leaves room for `MANY_SEQS`."""
 GPU_SHARE = 0.9
-"""Of a GPU all its workers take so much, their steps included: CUDA graphs and transports need the rest."""
+"""Share of a GPU that all its workers take, their steps included: CUDA graphs and transports need the rest."""
 
 
 def seqs_of(asked: int, device: torch.device) -> int:
@@ -120,7 +120,7 @@ def check_memory(
 
 
 def _host_share_bytes(host_workers: int, root: Path) -> float:
-    """What each of so many workers may take of host memory."""
+    """Returns what each of `host_workers` workers may take of host memory."""
     return available_memory_bytes(_HOST, root) * HOST_SHARE / host_workers
 
 

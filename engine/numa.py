@@ -18,7 +18,7 @@ _log = get_logger(__name__)
 _MBIND = {"x86_64": 237, "aarch64": 235}
 """Number of the system call."""
 _PREFERRED = 1
-"""MPOL_PREFERRED: other nodes are taken once that one is full."""
+"""MPOL_PREFERRED: other nodes are taken once the preferred node is full."""
 _MASK_BITS = 1024
 
 
@@ -44,7 +44,9 @@ def prefer_node(memory: torch.Tensor, node: int) -> bool:
 
 
 def bind_near(memory: torch.Tensor, device: torch.device) -> None:
-    """As `prefer_node`, for a GPU's node; nothing where there is one node only, or torch does not name its address."""
+    """Prefers a GPU's node, see `prefer_node`; does nothing where there is a single node, or torch does not name its
+    address.
+    """
     found: Any = torch.cuda.get_device_properties(device)
     if not hasattr(found, "pci_bus_id"):
         return

@@ -13,14 +13,14 @@ from kernels.cuda_memory import SharedAllocation
 
 
 class PoolAllocation:
-    """Made by `allocate`; its content is undefined until written. `close` ends it."""
+    """Made by `allocate`; its content is undefined until written. `close` ends the allocation."""
 
     def __init__(self, memory: torch.Tensor, shared: SharedAllocation | None) -> None:
         """Takes over `memory`, `[num_bytes]` uint8, which lies at the beginning of `shared`; None = it is torch's."""
         self.bytes = memory
         """`[num_bytes]` uint8; a view, valid until `close`."""
         self.size_bytes: Final = len(memory) if shared is None else shared.range.size_bytes
-        """Of the whole allocation."""
+        """Size of the whole allocation."""
         self._shared = shared
 
     @classmethod
@@ -34,7 +34,7 @@ class PoolAllocation:
 
     @property
     def shared_fd(self) -> int | None:
-        """Descriptor of the allocation, owned here; None if nobody may map it."""
+        """Descriptor of the allocation, owned here; None if nobody may map this memory."""
         return None if self._shared is None else self._shared.descriptor
 
     def close(self) -> None:

@@ -82,7 +82,7 @@ class PoolStaging:
 
     @contextmanager
     def _on_stream(self) -> Iterator[None]:
-        """Device work within it has ended when it ends."""
+        """Runs device work on the stream; that work has ended when the context ends."""
         if self._stream is None:
             yield
             return

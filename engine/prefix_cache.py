@@ -44,11 +44,11 @@ class CacheCounters:
     """What a cache has done in its life."""
 
     asked_tokens: int
-    """Of the sequences that `acquire` was called for."""
+    """Tokens of the sequences that `acquire` was called for."""
     hit_tokens: int
-    """Of these, tokens that were found."""
+    """Asked tokens that were found."""
     evicted_blocks: int
-    """Blocks of the pool that were made free for others."""
+    """Blocks of the pool that were made free for other sequences."""
     host_stored_blocks: int
     """Blocks that were moved to the host tier."""
     host_loaded_blocks: int
@@ -88,7 +88,7 @@ class PrefixCache:
 
     @property
     def listener(self) -> CacheListener | None:
-        """To be set before the first insert; without one, nothing is hashed."""
+        """The listener, set before the first insert; without a listener, nothing is hashed."""
         return self._names.listener
 
     @listener.setter
@@ -102,7 +102,7 @@ class PrefixCache:
 
     @property
     def counters(self) -> CacheCounters:
-        """As of now."""
+        """Returns the counts of now."""
         host, disk = self._host, self._disk
         return CacheCounters(
             *(self._asked_tokens, self._hit_tokens, self._evictor.num_evicted),
@@ -190,7 +190,9 @@ class PrefixCache:
             self._add(cache_salt, parent, added, blocks[at:num_blocks])
 
     def allocate(self, num_blocks: int, state: BlockState = BlockState.LIVE) -> tuple[BlockId, ...]:
-        """As `BlockPool.allocate`, after evicting what it takes. Raises PoolExhausted, and evicts nothing then."""
+        """Allocates from the pool, after evicting what that takes; see `BlockPool.allocate`. Raises PoolExhausted, and
+        evicts nothing then.
+        """
         is_reserved = state is BlockState.RESERVED
         num_withheld = self._host.num_withheld if is_reserved else 0
         missing = num_blocks + num_withheld - self.pool.num_free
@@ -223,7 +225,7 @@ class PrefixCache:
             self._costs.computed(num_prompt_tokens, seconds)
 
     def rest(self) -> None:
-        """No step follows for now: what nobody waits for any more is not loaded, and so holds no blocks."""
+        """Notes that no step follows for now: what no request waits for is not loaded, and so holds no blocks."""
         self._evictor.abandon_loads(0)
 
     def num_loaded(self, blocks: Sequence[BlockId]) -> int:

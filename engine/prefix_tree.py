@@ -68,13 +68,13 @@ class Node:
 
 
 class PrefixTree:
-    """One root for each salt that has blocks."""
+    """A tree with a root for each salt that has blocks."""
 
     def __init__(self, block_size: int) -> None:
         self._block_bytes = TOKEN_BYTES * block_size
         self._roots: dict[str, Node] = {}
         self._salts: dict[Node, str] = {}
-        """Of the roots."""
+        """Salts of the roots."""
         self._queues = tuple(LeafQueue(tier) for tier in Tier)
         self.unnamed: deque[Node] = deque()
         """Nodes that are to get hashes (`BlockNames`). None are merged meanwhile."""
@@ -192,7 +192,7 @@ class PrefixTree:
         return self._queues[tier].least()
 
     def leaves(self, tier: Tier) -> Iterator[Node]:
-        """Of a tier, in no order. The tree must not change meanwhile."""
+        """Yields the leaves of a tier, in no order. The tree must not change meanwhile."""
         return (node for node in self._queues[tier] if node.tier is tier and node.is_leaf)
 
     def nodes(self) -> Iterator[Node]:
@@ -204,7 +204,7 @@ class PrefixTree:
             yield from children
 
     def salt_of(self, node: Node) -> str:
-        """Of a node in the tree."""
+        """Returns the salt of a node in the tree."""
         while node.parent is not None:
             node = node.parent
         return self._salts[node]
@@ -239,13 +239,13 @@ class LeafQueue:
         self._number = count()
 
     def add(self, node: Node) -> None:
-        """A no-op if it is here."""
+        """Adds a node; a no-op for a queued node."""
         if node not in self._queued:
             self._queued.add(node)
             heapq.heappush(self._heap, (node.last_used, next(self._number), node))
 
     def least(self) -> Node | None:
-        """The first leaf; it stays here. Nodes that are none any more are dropped on the way."""
+        """Returns the first leaf, which stays in the queue. Nodes that are no longer leaves are dropped on the way."""
         while self._heap:
             last_used, number, node = self._heap[0]
             if node.tier is not self._tier or not node.is_leaf:

@@ -21,14 +21,14 @@ RowT = TypeVar("RowT", bound=int)
 
 
 class RowBook(Generic[RowT]):
-    """Rows `0 … num_rows - 1`, each with one holder at most."""
+    """Rows `0 … num_rows - 1`, each with at most a single holder."""
 
     def __init__(self, num_rows: int) -> None:
         self.num_rows: Final = num_rows
         """All rows, free or not."""
         self._free = [cast("RowT", row) for row in range(num_rows - 1, -1, -1)]
         self._is_ready: dict[RowT, bool] = {}
-        """Of held rows."""
+        """Whether each held row is ready."""
         self._pins: Counter[RowT] = Counter()
         self._doomed: set[RowT] = set()
         """Pinned rows that are to be free."""
@@ -57,7 +57,7 @@ class RowBook(Generic[RowT]):
                 self._give_back(row)
 
     def filled(self, rows: Iterable[RowT]) -> None:
-        """These held rows have their blocks' bytes now."""
+        """Notes that these held rows have their blocks' bytes now."""
         self._is_ready.update(dict.fromkeys(rows, True))
 
     def is_ready(self, row: RowT) -> bool:

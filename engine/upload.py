@@ -11,7 +11,7 @@ import torch
 Array = npt.NDArray[np.generic]
 
 _ALIGNMENT = 16
-"""As wide as a kernel's widest load."""
+"""Bytes of a kernel's widest load."""
 
 
 def upload(arrays: Sequence[Array], device: torch.device) -> list[torch.Tensor]:

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import logging
 import os
 import select
 import socket
@@ -31,6 +30,7 @@ from kvtransfer.nccl_library import NcclError, NcclLibrary
 from kvtransfer.to_its_end import thread_to_its_end
 from shell.clock import Deadline, MonotonicClock
 from tandem.errors import PeerLost, TransferError
+from tandem.logger import get_logger
 
 T = TypeVar("T")
 
@@ -38,12 +38,12 @@ _FIRST_PAUSE_S, _LAST_PAUSE_S = 20e-6, 2e-3
 _EXIT_FAILED = 1
 _HUNG_UP = select.POLLRDHUP | select.POLLHUP | select.POLLERR | select.POLLNVAL
 
-_log = logging.getLogger(__name__)
+_log = get_logger(__name__)
 
 
 def end_process() -> None:
     """The last resort; never returns. Whoever supervises the process starts another, and the router replays."""
-    _log.critical("NCCL cannot be stopped: this process ends, so that no block is freed under a writer")
+    _log.critical("nccl cannot be stopped: this process ends, so that no block is freed under a writer")
     os._exit(_EXIT_FAILED)
 
 
@@ -209,7 +209,7 @@ class Communicator:
             self._gpu.library.abort(handle)
             self._gpu.driver.stream_synchronize(self._stream)
         except RuntimeError as error:
-            _log.critical("a communicator did not end: %s", error)
+            _log.critical("nccl communicator did not end", error=str(error))
             self._rules.end_process()
         finally:
             watchdog.cancel()
@@ -219,7 +219,7 @@ class Communicator:
         try:
             self._undo.close()
         except RuntimeError as error:
-            _log.error("the device failed: %s", error)
+            _log.error("nccl device failed", error=str(error))
 
 
 def _collect(work: asyncio.Future[T]) -> None:

@@ -22,6 +22,7 @@ from kvtransfer.pool import Pool
 from kvtransfer.to_its_end import thread_to_its_end
 from shell.config import keep_ucx_off_other_processes
 from tandem.errors import InternalError, PeerLost, TransferError
+from tandem.logger import get_logger
 
 PACKAGES = ("nixl", "nixl_cu13", "nixl_cu12")
 """Any one of them will do; the first only chooses among the others, by torch's CUDA."""
@@ -32,7 +33,7 @@ _DONE, _UNDER_WAY = "DONE", "PROC"
 
 T = TypeVar("T")
 
-_log = logging.getLogger(__name__)
+_log = get_logger(__name__)
 
 
 def package() -> str:
@@ -240,13 +241,13 @@ def _released(release: Callable[[], object]) -> None:
     try:
         _without_frames(release)
     except TransferError as error:
-        _log.info("released with its agent: %s", error.message)
+        _log.info("nixl resource released with its agent", error=error.message)
 
 
 def _log_failure(ending: asyncio.Future[None]) -> None:
     """Retrieves the error, so that asyncio does not report an unread one; logs that error."""
     if not ending.cancelled() and (error := ending.exception()) is not None:
-        _log.error("an agent of NIXL did not end: %s", error)
+        _log.error("nixl agent did not end", error=str(error))
 
 
 def _without_frames(work: Callable[[], T]) -> T:

@@ -15,7 +15,6 @@ contract does not foresee fails its own offer and nothing else.
 
 from __future__ import annotations
 
-import logging
 import secrets
 from collections.abc import Callable, Sequence
 
@@ -28,9 +27,10 @@ from kvtransfer.ticket import MAX_BLOCKS, NONCE_BYTES, Ticket, check_shown
 from shell.clock import Clock, Deadline
 from tandem.errors import InternalError, TicketRefused, TransferError
 from tandem.lifecycle import TransferState
+from tandem.logger import get_logger
 from tandem.types import BlockId, Incarnation
 
-_log = logging.getLogger(__name__)
+_log = get_logger(__name__)
 
 
 class OfferTable:
@@ -232,5 +232,5 @@ def _told(number: int, error: Exception) -> TransferError:
     """What a hand-off fails with whose listener raised `error`."""
     if isinstance(error, TransferError):
         return error
-    _log.error("the listener of transfer %016x broke", number, exc_info=error)
+    _log.error("kv listener broke", transfer=f"{number:016x}", exc_info=error)
     return TransferError(f"the listener of transfer {number:016x} broke: {type(error).__name__}")

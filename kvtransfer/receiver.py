@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import logging
 import socket
 from collections.abc import Callable, Sequence
 
@@ -23,6 +22,7 @@ from kvtransfer.transports import TRANSPORTS, named
 from kvtransfer.wire import readable
 from shell.clock import Clock
 from tandem.errors import TransferError
+from tandem.logger import get_logger
 from tandem.security.tls import ServerTls
 
 MAX_SESSIONS = 1024
@@ -31,7 +31,7 @@ MAX_HANDSHAKES = 128
 """The most sessions that have yet to identify their sender; each has a lease to do so."""
 _ACCEPT_PAUSE_S = 0.1
 
-_log = logging.getLogger(__name__)
+_log = get_logger(__name__)
 
 
 class KvReceiver:
@@ -118,7 +118,7 @@ class KvReceiver:
             task.cancel()
         await asyncio.gather(*self._sessions, return_exceptions=True)
         if len(self._table):
-            _log.warning("%d transfers end without proof that their writers stopped", len(self._table))
+            _log.warning("kv transfers end without proof that their writers stopped", num_transfers=len(self._table))
         self._pool.close()
 
     async def _accept(self, acceptor: Acceptor, transport: str) -> None:
@@ -129,7 +129,7 @@ class KvReceiver:
                 await readable(acceptor.sock)
                 continue
             except OSError as error:  # out of descriptors, or the peer has gone again
-                _log.warning("cannot accept a kv connection: %s", error)
+                _log.warning("kv connection not accepted", error=str(error))
                 await asyncio.sleep(_ACCEPT_PAUSE_S)
                 continue
             await self._begin_session(sock, acceptor, transport)
@@ -143,10 +143,10 @@ class KvReceiver:
                 unless_begun.callback(lane.close)
                 session = Session(Connection(sock, self._timing), lane, self._pool, self._table, self._timing.lease_s)
             except (TransferError, OSError) as error:
-                _log.warning("refused a kv connection: %s", error)
+                _log.warning("kv connection refused", error=str(error))
                 return
             except Exception:  # noqa: BLE001 - a bug must not end the listener, which is still advertised
-                _log.exception("a kv connection could not be taken")
+                _log.exception("kv connection could not be taken")
                 return
             unless_begun.pop_all()
         task = asyncio.get_running_loop().create_task(session.run(), name="kv-session")
@@ -190,9 +190,9 @@ class KvReceiver:
         if longest is None:
             raise TransferError(f"{num_staying} senders are connected, none of them idle")
         longest.cancel()
-        _log.warning("closed an idle kv connection for a new one: %d senders are connected", num_staying)
+        _log.warning("idle kv connection closed for a new one", num_senders=num_staying)
 
     def _session_ended(self, task: asyncio.Task[None]) -> None:
         del self._sessions[task]
         if not task.cancelled() and (error := task.exception()) is not None:
-            _log.error("a kv session ended by our own bug", exc_info=error)
+            _log.error("kv session ended by our own bug", exc_info=error)

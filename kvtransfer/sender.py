@@ -8,7 +8,6 @@ See `base.Sender` for the contract.
 from __future__ import annotations
 
 import asyncio
-import logging
 import socket
 from collections.abc import Mapping, Sequence
 
@@ -27,9 +26,10 @@ from kvtransfer.transport import Fields, SendingLane, Transport, TransportFull, 
 from kvtransfer.transports import AUTO, TRANSPORTS, named
 from shell.clock import Clock
 from tandem.errors import HandshakeMismatch, PeerLost, TicketRefused, TransferError
+from tandem.logger import get_logger
 from tandem.security.tls import ClientTls
 
-_log = logging.getLogger(__name__)
+_log = get_logger(__name__)
 
 
 class KvSender:
@@ -128,8 +128,12 @@ class KvSender:
                 failure = _failed(transport.name, error, reason)
                 passed_over[transport.name] = str(failure)
             else:
-                why = _listed("; not over ", passed_over)
-                _log.info("kv goes over %s to incarnation %s%s", transport.name, endpoint.incarnation, why)
+                _log.info(
+                    "kv transport chosen",
+                    transport=transport.name,
+                    incarnation=endpoint.incarnation,
+                    passed_over=_listed(passed_over),
+                )
                 return link
         if failure is None:
             failure = self._no_common_transport(endpoint, passed_over)
@@ -155,7 +159,8 @@ class KvSender:
             return TransferError(
                 f"transport {self._transports[0].name} is not offered by the peer, which has {offered}"
             )
-        return TransferError(f"no common transport: the peer offers {offered}{_listed('. ', reasons)}")
+        against = f". {_listed(reasons)}" if reasons else ""
+        return TransferError(f"no common transport: the peer offers {offered}{against}")
 
     async def _dial_over(self, transport: Transport, endpoint: Endpoint) -> Link:
         sock, lane = await self._connect(transport, endpoint)
@@ -206,9 +211,8 @@ def _failed(name: str, error: OSError | TransferError, reason: str | None) -> Tr
     return failure if reason is None else type(failure)(f"{failure}; {reason}")
 
 
-def _listed(lead: str, reasons: Mapping[str, str]) -> str:
-    """`lead`, then each transport with its reason; empty if there are none."""
-    return lead + "; ".join(f"{name}: {reason}" for name, reason in reasons.items()) if reasons else ""
+def _listed(reasons: Mapping[str, str]) -> str:
+    return "; ".join(f"{name}: {reason}" for name, reason in reasons.items())
 
 
 def _has_ended(task: asyncio.Task[Link]) -> bool:

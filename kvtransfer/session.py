@@ -9,7 +9,6 @@ Owns the connection. Judges nothing itself: offers live in the table, bytes in t
 from __future__ import annotations
 
 import asyncio
-import logging
 
 from kvtransfer.connection import Connection, expect
 from kvtransfer.frame import Frame, FrameType
@@ -19,12 +18,13 @@ from kvtransfer.offers import OfferTable
 from kvtransfer.pool import Pool
 from kvtransfer.transport import ReceivingLane
 from tandem.errors import FrameError, HandshakeMismatch, PeerLost, TransferError
+from tandem.logger import get_logger
 from tandem.types import BlockId
 
 WINDOW_WRITES = 16
 """WRITE frames that a sender may have unanswered."""
 
-_log = logging.getLogger(__name__)
+_log = get_logger(__name__)
 
 
 class Session:
@@ -75,7 +75,7 @@ class Session:
             await self._establish()
             await self._release(await self._serve())
         except TransferError as error:
-            _log.warning("kv handshake over %s failed: %.300s", self._lane.name, error)  # quotes a stranger
+            _log.warning("kv handshake failed", transport=self._lane.name, error=str(error)[:300])  # quotes a stranger
             await self._connection.finish()
         finally:
             self._lane.close()
@@ -120,7 +120,7 @@ class Session:
         except TransferError as error:
             return error
         except Exception as error:  # noqa: BLE001 - its blocks wait for the orderly end all the same
-            _log.exception("a kv session ended by our own bug")
+            _log.exception("kv session ended by our own bug")
             return TransferError(f"the receiver's end of the connection broke: {type(error).__name__}")
 
     async def _handle(self, frame: Frame) -> None:

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+from tandem.logger import get_logger
+
 THREAD_ENDS_WITHIN_S = 15.0
 """Longer than any deadline that a lane's own work has."""
 
-_log = logging.getLogger(__name__)
+_log = get_logger(__name__)
 
 
 async def to_its_end(work: asyncio.Future[Any], hurry: Callable[[], None] | None = None) -> None:
@@ -42,5 +43,5 @@ async def thread_to_its_end(thread: ThreadPoolExecutor, last: asyncio.Future[Any
         if last.done():
             thread.shutdown()
         else:
-            _log.error("a thread of a kv connection did not end within %g s and is left behind", THREAD_ENDS_WITHIN_S)
+            _log.error("kv thread left behind", within_s=THREAD_ENDS_WITHIN_S)
     return last.done()

@@ -1,4 +1,4 @@
-"""`python -m prefill_worker`: one prefill worker process."""
+"""`python -m prefill_worker`: the process of a prefill worker."""
 
 from __future__ import annotations
 

@@ -22,12 +22,12 @@ from worker.serving.app import Foundation, run_worker
 
 
 def run(config: PrefillConfig) -> int:
-    """Runs the process until it is told to stop; returns its exit code."""
+    """Runs the process until a stop is asked for; returns its exit code."""
     return run_worker(Role.PREFILL, config, serve)
 
 
 async def serve(config: PrefillConfig, tracer: Tracer | None, stop: StopSignal) -> None:
-    """Loads, serves and drains one worker. Raises ConfigError, CheckpointError."""
+    """Loads, serves and drains a worker. Raises ConfigError, CheckpointError."""
     base = Foundation.lay(Role.PREFILL, config, tracer)
     async with base.engine(EngineRole(prefills_only=True), stop) as engine:
         sender, guides = base.sender(engine), Guides(GrammarCompiler.of(base.checkpoint))

@@ -47,7 +47,7 @@ class OutgoingOwner(Protocol):
 
 
 class OutgoingTransfer:
-    """The transfer of one prompt, or of a request that runs."""
+    """The transfer of a prompt's KV, or of a running request's."""
 
     def __init__(self, request: Request, sender: Sender, pool: BlockPool, owner: OutgoingOwner) -> None:
         self._request = request
@@ -102,7 +102,7 @@ class OutgoingTransfer:
             self._lend_up_to(num_finished, self._request.group.prefix)
 
     def finish(self, num_blocks: int, payload: bytes, of_choice: Sequence | None = None) -> None:
-        """Lends the rest of its first `num_blocks` blocks, of the prefix or of a choice that runs by itself.
+        """Lends the rest of its first `num_blocks` blocks, of the prefix or of a choice that runs on its own.
 
         Commits with `payload` once all are pushed.
         """

@@ -11,7 +11,7 @@ from worker.source import Sources
 
 
 def new_prefill_worker(parts: WorkerParts, sender: Sender, policy: PromptPolicy) -> Worker:
-    """One step is in flight at a time."""
+    """Builds a prefill worker; a single step is in flight at a time."""
     budget = ChunkBudget(policy.chunk_tokens)
     return Worker(
         parts, budget, lambda owner, releases: Sources(prompts=Prompts(parts, sender, policy, releases, owner))

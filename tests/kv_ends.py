@@ -30,6 +30,11 @@ RECEIVED = ["receiving", "committed"]
 FAILED = ["receiving", "failed", "writer_stopped"]
 
 
+def logged(caplog: Any) -> str:
+    """Events with their fields, a line each."""
+    return "\n".join(f"{each.getMessage()} {getattr(each, 'fields', {})}" for each in caplog.records)
+
+
 async def until(condition: Callable[[], object], patience_s: float = PATIENCE_S) -> None:
     """Returns once the condition holds, which another thread, process or the kernel makes true without notice."""
     async with asyncio.timeout(patience_s):

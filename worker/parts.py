@@ -14,7 +14,7 @@ from worker.ports import StepEngine
 
 @dataclass(frozen=True, slots=True)
 class WorkerParts:
-    """Their maker owns and closes them."""
+    """What a worker's core works with; the maker of these parts owns and closes each."""
 
     engine: StepEngine
     cache: PrefixCache

@@ -22,7 +22,7 @@ class BlockReleases:
         self._num_launched = 0
         self._num_ended = 0
         self._waiting: deque[tuple[int, Sequence[BlockId]]] = deque()
-        """Blocks, each with the number of the step that they wait for."""
+        """Blocks, each with the number of the step after which these are released."""
 
     @property
     def num_in_flight(self) -> int:
@@ -30,12 +30,12 @@ class BlockReleases:
         return self._num_launched - self._num_ended
 
     def release(self, tables: Iterable[Sequence[BlockId]]) -> None:
-        """Takes over the caller's hold on these blocks, one table per holder."""
+        """Takes over the caller's hold on these blocks, a table per holder."""
         self._waiting.extend((self._num_launched, table) for table in tables)
         self._release_due()
 
     def step_launched(self) -> None:
-        """Notes one more step in flight."""
+        """Notes that another step is in flight."""
         self._num_launched += 1
 
     def step_ended(self) -> None:

@@ -47,9 +47,9 @@ class Request:
         self.started_s: float | None = None
         """When the first tokens were scheduled; None before."""
         self.owes_prefill_done = True
-        """Whether the prompt is computed here, and the router has not been told that it is done."""
+        """Whether the prompt is computed here, and the router has still to learn that this has ended."""
         self.has_ended = False
-        """Whether the request has ended: nothing more is said about it."""
+        """Whether the request has ended: nothing more is said about this request."""
         self.max_local_tokens: int | None = None
         """Most tokens that a worker which computes the prompt itself may have to compute; None = any number."""
         self.came_after_tokens = 0

@@ -1,4 +1,4 @@
-"""Who waits on a worker, and for what, told to the routers at intervals: to wait is not to be forgotten."""
+"""Which requests wait on a worker, and for what, reported to routers at intervals: to wait is not to be forgotten."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Wait: TypeAlias = tuple[Request, WaitReason]
 
 
 def report_waits(waits: Iterable[Wait]) -> None:
-    """Tells each router about its own requests, in one message per reason."""
+    """Reports to each router its own requests that wait, in a message per reason."""
     handles: defaultdict[tuple[RouterPort, WaitReason], list[Handle]] = defaultdict(list)
     for request, reason in waits:
         handles[request.router, reason].append(request.handle)

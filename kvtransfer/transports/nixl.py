@@ -21,7 +21,6 @@ from __future__ import annotations
 import asyncio
 import base64
 import binascii
-import logging
 import socket
 import threading
 from collections.abc import Sequence
@@ -44,6 +43,7 @@ from kvtransfer.transports import tcp
 from kvtransfer.transports.device import DeviceWork
 from kvtransfer.transports.host import XXH3, host_status
 from tandem.errors import ConfigError, InternalError, TransferError
+from tandem.logger import get_logger
 from tandem.security.tls import ClientTls, ServerTls
 from tandem.types import BlockId
 
@@ -52,7 +52,7 @@ _RDMA_DEVICES = Path("/sys/class/infiniband")
 
 _WITHOUT_BLOCKS = "needs a pool whose blocks lie in host memory or on a GPU that it can name"
 
-_log = logging.getLogger(__name__)
+_log = get_logger(__name__)
 
 
 def has_rdma() -> bool:
@@ -236,4 +236,4 @@ def _device_work(pool: Pool) -> DeviceWork | None:
 def _log_failure(work: asyncio.Future[Any]) -> None:
     """A link whose agent broke stands still, which both sides notice by their deadlines."""
     if not work.cancelled() and (error := work.exception()) is not None:
-        _log.warning("the agent of a kv link broke: %s", error)
+        _log.warning("nixl agent of a kv link broke", error=str(error))

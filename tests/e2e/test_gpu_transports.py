@@ -43,4 +43,4 @@ def test_tokens_are_those_of_transformers(
         for first in range(0, len(work.prompts), 8):
             some = slice(first, first + 8)
             assert system.generate(work.prompts[some], work.max_tokens) == list(work.expected[some])
-    assert any(f"kv goes over {transport}" in line for line in cluster.log)
+    assert any(f"kv transport chosen transport={transport} " in line for line in cluster.log)

@@ -42,7 +42,7 @@ placement and status see pools as they are, unless a router with very many worke
 
 
 class Announcer:
-    """Keeps one Register stream open per router."""
+    """Keeps a Register stream open per router."""
 
     def __init__(
         self,
@@ -129,7 +129,7 @@ class Announcer:
             await asyncio.sleep(backoff_s * random.uniform(0.5, 1.0))
 
     async def _register(self, channel: grpc.aio.Channel, address: str, registered: asyncio.Event) -> None:
-        """Holds one stream, from info to its end. Raises AioRpcError, TimeoutError."""
+        """Holds a stream, from info to its end. Raises AioRpcError, TimeoutError."""
         call: RegisterCall = registry_pb2_grpc.RegistryServiceStub(channel).Register(metadata=self._outgoing.metadata())
         async with asyncio.timeout(_ANSWER_TIMEOUT_S):
             await call.write(registry_pb2.RegisterRequest(info=info_to_proto(self._info)))
@@ -155,7 +155,7 @@ class Announcer:
             call.cancel()
 
     async def _obey(self, call: RegisterCall, response: object, router: str) -> None:
-        """Does what the router asks for, until it ends the stream."""
+        """Does what the router asks for, until the router ends the stream."""
         set_apart = ""
         while isinstance(response, registry_pb2.RegisterResponse):
             if response.drain:

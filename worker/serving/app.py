@@ -54,7 +54,7 @@ Instead of Python's 5 ms: on an H200, 32 and 64 streams of an 8B model get 4 and
 
 
 def run_worker(role: Role, config: C, serve: Callable[[C, Tracer | None, StopSignal], Awaitable[None]]) -> int:
-    """Runs a worker's process until it is told to stop; returns its exit code."""
+    """Runs a worker's process until a stop is asked for; returns its exit code."""
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     configure_logging(role.value, config.log_format, config.log_level)
     with tracing(f"tandem-{role.value}", config.worker_id) as tracer:
@@ -108,7 +108,7 @@ class Foundation:
             engine.close()
 
     def pool_memory(self, engine: Engine) -> PoolMemory:
-        """The pool as transfers see it."""
+        """Returns the pool as transfers see its memory."""
         cache, allocation = engine.kv_cache, engine.kv_cache.allocation
         device = None
         if allocation is not None:
@@ -116,7 +116,7 @@ class Foundation:
         return PoolMemory(cache.host_rows, cache.shared_fd, self.incarnation, cache.staging, device)
 
     def sender(self, engine: Engine) -> KvSender:
-        """A new one, for its caller to stop."""
+        """Returns a new sender, for its caller to stop."""
         return KvSender(
             self.pool_memory(engine),
             self.fingerprints(engine),
@@ -134,7 +134,7 @@ class Foundation:
         return Fingerprints(engine.fingerprint, engine.layout)
 
     def info(self, engine: Engine) -> WorkerInfo:
-        """What routers are told; address and the role's own fields are filled in later."""
+        """Returns what routers learn; address and the role's own fields are filled in later."""
         return WorkerInfo(
             worker_id=self.worker_id,
             incarnation=self.incarnation,
@@ -163,7 +163,7 @@ class Foundation:
 
     @contextmanager
     def _telling_of(self, cache: PrefixCache) -> Iterator[CacheReports | None]:
-        """Has routers, and who else may want it, told what the cache holds; None if there is no cache."""
+        """Reports to routers and to subscribers what the cache holds; None if there is no cache."""
         config = self.config
         if not config.prefix_cache:
             if config.kv_events:

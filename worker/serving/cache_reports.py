@@ -1,9 +1,9 @@
-"""Tells every router what this worker's prefix cache holds: `CacheChanges`, a little behind and together.
+"""Reports to every router what this worker's prefix cache holds: `CacheChanges`, a little behind and together.
 
     cache ─stored, removed, cleared─▶ CacheReports ─┬─▶ CacheNews of one router ─▶ its stream's writer
                                                     └─▶ …
 
-A router's news is the difference between what it was told and what is held: what was stored and removed again in
+A router's news is the difference between what was reported to it and what is held: what was stored and removed again in
 between is not said, and a router that reads slowly costs no more memory than the cache has blocks.
 """
 
@@ -22,20 +22,20 @@ from tandem.v1 import worker_pb2
 
 REPORT_EVERY_S = 0.1
 MAX_HASHES_PER_MESSAGE = 8192
-"""64 KiB of them."""
+"""Hashes of a message: 64 KiB."""
 _PIECE = 4096
-"""Hashes that are told at a time: about a millisecond."""
+"""Hashes that are reported at a time: about a millisecond."""
 
 
 class Cache(Protocol):
     """What is asked of `engine.prefix_cache.PrefixCache`."""
 
     def hashes(self) -> Sequence[int]:
-        """Of all blocks that are held."""
+        """Returns the hashes of all held blocks."""
 
 
 class CacheNews:
-    """What one router has not been told yet. Its first news says that nothing is held of what it knew."""
+    """What a router has still to learn; the first news says that nothing is held of what this router knew."""
 
     def __init__(self, on_due: Callable[[], None]) -> None:
         """`on_due` is called when news is to be taken."""
@@ -44,7 +44,7 @@ class CacheNews:
         self._first: Iterator[int] = iter(())
         """Held when the router came, and still to be said, before all else."""
         self._held: dict[int, bool] = {}
-        """Of blocks that the router believes otherwise of, or will once `_first` is said: whether they are held."""
+        """Whether a block is held, for blocks of which the router believes the opposite, or will after `_first`."""
 
     def begin(self, hashes: Iterable[int]) -> None:
         """All that is held; to be called once, at first."""
@@ -59,7 +59,7 @@ class CacheNews:
         self._differ(hashes, held=False)
 
     def cleared(self) -> None:
-        """Nothing is held any more."""
+        """Nothing is held from now on."""
         self._cleared = True
         self._first = iter(())
         self._held.clear()
@@ -100,7 +100,7 @@ class CacheReports:
     def __init__(self, cache: Cache) -> None:
         self._cache = cache
         self._backlog: deque[tuple[tuple[CacheNews, ...], _Change, Sequence[int]]] = deque()
-        """Who is still to be told what, in order: those who came later knew of it."""
+        """Changes that routers have still to learn, in order: routers that came later knew of these changes."""
         self._news: list[CacheNews] = []
         self._timer: asyncio.TimerHandle | None = None
 
@@ -132,7 +132,7 @@ class CacheReports:
         self._tell(lambda news, _: news.cleared())
 
     def _tell(self, change: _Change, hashes: Sequence[int] = ()) -> None:
-        """Many hashes are told in pieces, between which others get their turn; what follows them waits."""
+        """Reports many hashes in pieces, between which other work gets its turn; later changes wait."""
         if not self._news:
             return
         loop, whom = asyncio.get_running_loop(), tuple(self._news)
@@ -165,7 +165,7 @@ class CacheReports:
 
 
 class CacheListeners:
-    """A `CacheListener` that tells several others."""
+    """A `CacheListener` that calls several listeners."""
 
     def __init__(self, listeners: Iterable[CacheListener]) -> None:
         self._listeners = tuple(listeners)

@@ -30,11 +30,11 @@ MAX_QUEUED = 10_000
 """Batches that wait for the thread; beyond it, the oldest is lost to everybody."""
 MAX_KEPT = 10_000
 MAX_KEPT_BYTES = 64 * 1024 * 1024
-"""Of the latest batches, for replays."""
+"""Bytes of the latest batches, for replays."""
 MAX_UNREAD = 10_000
 """Batches that wait for one subscriber; beyond it, it loses what is new."""
 _MAX_RECEIVED_BYTES = 1024
-"""Of a subscription or a request for a replay."""
+"""The most bytes of a subscription or a request for a replay."""
 _NUMBER_BYTES = 8
 _END = (-1).to_bytes(_NUMBER_BYTES, "big", signed=True)
 """In the place of a number: the end of a replay."""
@@ -56,7 +56,7 @@ class KvEvents:
         self._config = config
         self._unix_time = unix_time
         self._events: list[_Event] = []
-        """Of this turn of the loop."""
+        """Events of this turn of the loop."""
         self._num_batches = 0
         self._queue: deque[_Batch | None] = deque(maxlen=MAX_QUEUED)
         """None = end."""

@@ -60,7 +60,7 @@ class ProgressWatch:
 
 
 class WorkerProcess:
-    """Serves one core to routers until it is told to stop."""
+    """Serves a core to routers until a stop is asked for."""
 
     def __init__(
         self,

@@ -32,7 +32,7 @@ Context = grpc.aio.ServicerContext[Any, Any]
 
 
 class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
-    """Serves one worker to any number of routers."""
+    """Serves a worker to any number of routers."""
 
     def __init__(
         self,
@@ -50,7 +50,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
     async def Connect(  # noqa: N802
         self, request_iterator: AsyncIterator[worker_pb2.ConnectRequest], context: Context
     ) -> None:
-        """One router's stream."""
+        """Serves a router's stream."""
         hello = await self._hello(request_iterator)
         session = RouterSession(Incarnation(hello.router_incarnation))
         _log.info("router connected", router=session.router_incarnation, peer=context.peer())

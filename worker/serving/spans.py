@@ -43,7 +43,7 @@ class SequenceSpans:
 
 
 class _Spans:
-    """The open spans of one request."""
+    """The open spans of a request."""
 
     def __init__(self, tracer: Tracer, spec: GroupSpec, parent: Context, queue: Span) -> None:
         self._tracer = tracer

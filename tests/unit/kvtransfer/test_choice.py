@@ -16,8 +16,8 @@ from tests.kv_ends import Recorder, paired, push_and_commit, rerouted
     ("changed", "transport", "reason"),
     [
         ({}, "shm", None),
-        ({"boot_id": "another"}, "tcp", "; not over shm: it is on another machine"),
-        ({"unix_name": "gone"}, "tcp", "not over shm: cannot connect over shm: Connection refused"),
+        ({"boot_id": "another"}, "tcp", "shm: it is on another machine"),
+        ({"unix_name": "gone"}, "tcp", "shm: cannot connect over shm: Connection refused"),
     ],
 )
 async def test_the_choice_and_what_spoke_against_better_ones_is_logged_once(caplog, changed, transport, reason):
@@ -26,10 +26,11 @@ async def test_the_choice_and_what_spoke_against_better_ones_is_logged_once(capl
         for block in (1, 2):
             handoff = await pair.open(rerouted(pair.offer(Recorder(), (block,)), "shm", **changed))
             assert (await push_and_commit(handoff, (0,))).transport == transport
-    (line,) = caplog.messages
-    assert line.startswith(f"kv goes over {transport} to incarnation ")
-    assert reason in line if reason else "not over" not in line
-    assert "cuda_ipc" not in line, "neither side has it for a pool in host memory"
+    (record,) = caplog.records
+    assert (record.getMessage(), record.fields["transport"]) == ("kv transport chosen", transport)
+    passed_over = record.fields["passed_over"]
+    assert passed_over.startswith(reason) if reason else not passed_over
+    assert "cuda_ipc" not in passed_over, "neither side has it for a pool in host memory"
 
 
 async def test_a_forced_transport_is_tried_whatever_it_says_of_itself_and_says_so_where_it_fails():

@@ -16,7 +16,7 @@ from kvtransfer.sender import KvSender
 from kvtransfer.transports import tcp
 from tandem.errors import HandshakeMismatch, TransferError
 from tandem.kv_layout import DType, KvLayout
-from tests.kv_ends import PATIENCE_S, QUICK, RECEIVED, SOURCES, Recorder, ends, push_and_commit, rerouted, until
+from tests.kv_ends import PATIENCE_S, QUICK, RECEIVED, SOURCES, Recorder, ends, logged, push_and_commit, rerouted, until
 from tests.manual_clock import ManualClock
 from tests.pki import Pki
 from tests.transports import PRINTS, SharedPool
@@ -136,7 +136,7 @@ async def test_an_endpoint_that_lies_about_tls_ends_in_a_refusal_not_a_hang(pki,
             with pytest.raises(TransferError):
                 await pair.open(lie)
         said = "no TLS with the peer" if secure_receiver else "the peer speaks TLS"
-        await until(lambda: said in caplog.text)
+        await until(lambda: said in logged(caplog))
         assert recorder.calls == []
 
 

@@ -24,7 +24,7 @@ from kvtransfer.transports.host import XXH3, HostReceivingLane, HostSendingLane
 from tandem.errors import ChecksumMismatch, ConfigError, HandshakeMismatch, TransferError
 from tandem.security.tls import ClientTls
 from tandem.types import BlockId
-from tests.kv_ends import FAILED, Recorder, ends
+from tests.kv_ends import FAILED, Recorder, ends, logged
 from tests.manual_clock import ManualClock
 from tests.transports import PRINTS, SharedPool
 
@@ -224,7 +224,7 @@ async def test_sides_without_a_common_digest_refuse_each_other_by_the_fields_nam
     async with joined(theirs, ours) as pair:
         with pytest.raises(HandshakeMismatch, match="verify differs: ours sum-64,crc, theirs xxh3-64"):
             await pair.begin(recorder)
-        assert "verify differs: ours xxh3-64, theirs sum-64,crc" in caplog.text
+        assert "verify differs: ours xxh3-64, theirs sum-64,crc" in logged(caplog)
         assert recorder.calls == []
 
 
