@@ -1,6 +1,6 @@
 """Requests that decode on a worker: admitted, received or computed here, decoded, given to another worker. A `Source`.
 
-    Reserve ─▶ queue ─▶ Reserved ─▶ incoming transfer ─▶ batch ─▶ tokens … finish
+    Reserve ─▶ line ──▶ Reserved ─▶ incoming transfer ─▶ batch ─▶ tokens … finish
                            └─ (prompt computed here) ──▶ batch ─▶ PrefillDone, tokens … finish
                                                  └──▶ Leaving ─▶ HandOver ─▶ HandoffDone   it drains, or is overloaded
 
@@ -15,31 +15,32 @@ The cache learns of a prompt's blocks when their step has ended, of a completion
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Iterator
 from collections.abc import Sequence as SequenceOf
 from dataclasses import replace
 
 from decode_worker.admission import Admission
-from decode_worker.growth import Growth
 from decode_worker.incoming_transfers import IncomingTransfers
 from decode_worker.moves import Moves
 from decode_worker.policy import WorkerPolicy
 from decode_worker.running_batch import RunningBatch
 from engine.beam_group import BeamGroup, candidates_of
 from engine.sequence import Sequence, new_block_table
-from engine.step import SampledToken
+from engine.step import DrawnTokens, SampledToken
 from kvtransfer.base import Receiver, Sender
 from prefill_worker.prompts import Prompts
 from shell.telemetry.events import BlocksReserved, PrefixLookedUp
-from tandem.errors import InvalidRequest, PrefixNotHeld, TandemError
+from tandem.errors import InvalidRequest, Overloaded, PrefixNotHeld, TandemError
 from tandem.first_tokens import FirstTokens
 from tandem.types import BlockId, GroupSpec, Handle, WaitReason, WorkerLoad
+from worker.admission import Forecast
 from worker.budget import ChunkBudget
 from worker.parts import WorkerParts
-from worker.ports import Destination, RouterPort
+from worker.ports import Destination, RouterPort, TokenColumns, TokenExtra
 from worker.releases import BlockReleases
 from worker.request import Request
-from worker.source import BatchedStep, Owner
+from worker.source import BatchedStep, Owner, Pair
 from worker.waits import Wait
 
 
@@ -63,16 +64,14 @@ class Decodes:
         self._policy = policy
         self._receiver = receiver
         self._budget = budget
-        self._releases = releases
         self._prompts = prompts
         self._owner = owner
-        growth = Growth(self._pool, policy.first_guess_tokens)
+        forecast = Forecast(self._pool, policy.first_guess_tokens)
         self._transfers = IncomingTransfers(
             parts.cache, receiver, parts.clock, self, policy.transfers, parts.validator.vocab_size
         )
-        self._batch = RunningBatch(parts.cache, policy.limits, growth, budget, releases, prompts)
-        self._admission = Admission(policy, parts.cache, growth, self._batch, self._transfers, prompts, parts.engine)
-        self._queue = self._admission.queue
+        self._batch = RunningBatch(parts.cache, policy.limits, forecast, budget, releases, prompts)
+        self._admission = Admission(policy, parts.cache, forecast, self._batch, self._transfers, prompts)
         self._moves = Moves(self._batch, parts.cache, sender, owner.end, owner.changed)
         self._live: dict[Request, None] = {}
         """Requests that have not ended, in order of arrival."""
@@ -86,17 +85,17 @@ class Decodes:
     @property
     def is_settled(self) -> bool:
         """Whether no request is here, and every router knows what became of its requests."""
-        is_empty = not (self._live or len(self._queue) or len(self._transfers) or len(self._batch))
+        is_empty = not (self._live or len(self._admission.line) or len(self._transfers) or len(self._batch))
         return is_empty and self._moves.is_settled
 
     def add_to(self, load: WorkerLoad) -> WorkerLoad:
         """Returns the load with that of this source; each choice counts as a sequence."""
         batch, budget = self._batch, self._budget
-        queued_tokens = self._queue.num_tokens(computed_elsewhere=not self._policy.elastic)
+        queued_tokens = self._admission.num_tokens_in_line(computed_elsewhere=not self._policy.elastic)
         return replace(
             load,
             running_seqs=load.running_seqs + batch.num_running,
-            waiting_seqs=load.waiting_seqs + self._queue.num_seqs + batch.num_waiting,
+            waiting_seqs=load.waiting_seqs + self._admission.num_seqs_in_line + batch.num_waiting,
             queued_prompt_tokens=load.queued_prompt_tokens + queued_tokens + batch.num_prompt_tokens_left,
             live_transfers=load.live_transfers + self._receiver.num_live,
             preemptions=batch.num_preemptions,
@@ -109,13 +108,14 @@ class Decodes:
         yield from self._batch.running_waits()
         yield from ((request, WaitReason.ROOM) for request in self._live if request.group.awaits_guides)
         if line_moves:
-            yield from ((request, WaitReason.ROOM) for request in self._queue)
+            yield from ((request, WaitReason.ROOM) for request in self._admission.line)
             yield from self._batch.line_waits()
 
     def tick(self) -> None:
         """See `DecodeSource`. Tickets and hand-offs run out; an overloaded worker offers a request to others."""
         self._transfers.expire()
-        self._admission.give_up_one()
+        if (stuck := self._admission.stuck(self._parts.clock.now_s())) is not None:
+            self._owner.end(stuck, Overloaded("others need the KV blocks that it holds while it waits"))
         if self._draining:
             self.drain()
         else:
@@ -145,7 +145,7 @@ class Decodes:
     def enter(self, request: Request) -> None:
         """See `Source`. Raises PrefixNotHeld, Overloaded."""
         self._check_prefix_held(request)
-        self._queue.add(request)
+        self._admission.add(request)
         if request.reads_cache:
             request.group.prefetch(self._cache)
 
@@ -160,7 +160,6 @@ class Decodes:
                     request.router.reserved(request.handle)
                 else:
                     offer, prefix = self._transfers.offer(request), request.group.prefix
-                    self._admission.handoff_started(request)
                     request.events.emit(BlocksReserved())
                     request.events.emit(PrefixLookedUp(prefix.num_tokens, prefix.num_cached_tokens))
                     request.router.reserved(request.handle, offer.ticket, offer.endpoint, prefix.num_cached_tokens)
@@ -219,28 +218,87 @@ class Decodes:
         if ends_prefix and not group.is_forked:
             group.fork(self._pool)
             group.follow(self._cache)
-        if group.is_finished:
+        self._settle(request, seq)
+
+    def apply_rows(self, batched: BatchedStep, drawn: DrawnTokens) -> Collection[Request]:
+        """See `DecodeSource`. Each router is sent all tokens of its requests together."""
+        told: dict[RouterPort, TokenColumns] = defaultdict(TokenColumns)
+        ended: list[Pair] = []
+        broken: dict[Request, None] = {}
+        for row, ((request, seq), token_id) in enumerate(zip(batched.rows, drawn.token_ids, strict=False)):
+            if seq.finish_reason is not None or request.has_ended:
+                continue
+            if token_id < 0:
+                broken[request] = None
+            elif row in drawn.more:
+                if self._apply_more(request, seq, drawn.more[row], told[request.router]):
+                    ended.append((request, seq))
+            else:
+                request.num_sampled_tokens += 1
+                finish_reason, columns = seq.append_decoded(token_id), told[request.router]
+                if finish_reason is not None:
+                    columns.extras[len(columns.handles)] = TokenExtra(finish_reason=finish_reason)
+                    ended.append((request, seq))
+                columns.handles.append(request.handle)
+                columns.indexes.append(seq.index)
+                columns.offsets.append(seq.num_output_tokens - 1)
+                columns.token_ids.append(token_id)
+        for router, columns in told.items():
+            router.token_rows(columns)
+        extras = () if batched.step.rows is None else batched.step.rows.draws.extras
+        self._follow(batched.rows[row][1] for row, spec in extras if spec.mask is not None and not spec.num_candidates)
+        for request, seq in ended:
+            if request not in broken:
+                self._settle(request, seq)
+        return broken
+
+    def _apply_more(
+        self, request: Request, seq: Sequence, drawn: tuple[SampledToken, ...], columns: TokenColumns
+    ) -> bool:
+        """Takes a token with its log-probabilities, or the candidates of a beam.
+
+        Returns whether the choice, or the search, may have ended.
+        """
+        if seq.num_candidates:
+            seq.num_ended_tokens += 1
+            self._search(request, seq, drawn)
+            return True
+        ((token_id, logprobs),) = drawn
+        request.num_sampled_tokens += 1
+        finish_reason = seq.append_decoded(token_id)
+        offset = seq.num_output_tokens - 1
+        columns.add(request.handle, seq.index, offset, token_id, TokenExtra(logprobs, finish_reason))
+        return finish_reason is not None
+
+    def _settle(self, request: Request, seq: Sequence) -> None:
+        """Ends a request whose last choice has ended, or releases the blocks of a choice that has."""
+        if request.group.is_finished:
             self._owner.end(request)
         elif seq.is_finished:
             self._batch.choice_ended(request, seq)
 
     def _take(self, request: Request, seq: Sequence, drawn: list[tuple[SampledToken, ...]]) -> None:
         """Takes one token for each choice that draws from `seq`, or the candidates of a beam."""
-        group = request.group
-        if not isinstance(group, BeamGroup):
-            for choice, (token,) in zip(seq.drawers, drawn, strict=True):
-                request.take_token(choice, token)
-            self._follow(request, seq.drawers)
+        if request.spec.sampling.beam_width:
+            self._search(request, seq, drawn[0])
             return
-        self._releases.release(group.draw(seq, candidates_of(drawn[0]), self._pool))
+        for choice, (token,) in zip(seq.drawers, drawn, strict=True):
+            request.take_token(choice, token)
+        self._follow(seq.drawers)
+
+    def _search(self, request: Request, beam: Sequence, candidates: tuple[SampledToken, ...]) -> None:
+        """Takes the candidates of a beam; with those of the last one, all go on."""
+        group = request.group
+        assert isinstance(group, BeamGroup)
+        self._batch.beams_moved(request, group.draw(beam, candidates_of(candidates), self._pool))
         if group.is_finished:
             request.tell_found(group)
         else:
-            self._follow(request, group.sequences)
+            self._follow(group.sequences)
 
-    def _follow(self, request: Request, sequences: Iterable[Sequence]) -> None:
+    def _follow(self, sequences: Iterable[Sequence]) -> None:
         """Asks for the next masks of sequences that follow a grammar and have new tokens."""
-        if self._parts.guides is not None and request.spec.sampling.constraint is not None:
+        if self._parts.guides is not None:
             self._parts.guides.follow(each.guide for each in sequences)
 
     # --- from hand-offs (TransferOwner) ---
@@ -251,10 +309,9 @@ class Decodes:
         table = new_block_table(prefix.block_table)
         table.extend(new_block_table(block_ids))
         self._cache.insert(request.spec.cache_salt, prefix.token_ids, table)
-        self._admission.handoff_landed(request)
         group.land(block_ids, first_tokens, self._pool)
         group.follow(self._cache)
-        self._follow(request, group.sequences)
+        self._follow(group.sequences)
         self._batch.join(request)
         self._moves.landed(request, first_tokens, self._parts.clock.now_s())
         if group.is_finished:
