@@ -276,15 +276,29 @@ async def failures(engine: EngineThread, count: int, *steps: Step) -> list[type]
     return [type(await outcome(each)) for _ in range(count) for each in [engine.launch(step) for step in steps]]
 
 
-async def test_as_many_failures_in_a_row_as_no_request_can_cause_say_that_the_engine_is_broken(runner, engine) -> None:
-    runner.may_end.set()
-    assert await failures(engine, MAX_FAILURES, BAD) == [InternalError] * (MAX_FAILURES - 1) + [EngineBroken]
+BROKEN: tuple[Sampled, ...] = (BrokenLogits(),)
+CHUNK = step_of(5)
 
 
-async def test_a_step_that_fails_for_want_of_its_feed_is_no_failure_of_its_own(runner, engine) -> None:
+@pytest.mark.parametrize(
+    ("draws", "steps", "breaks"),
+    [
+        ({}, [BAD], True),
+        ({}, [BAD, FED], True),  # a step that fails for want of its feed is no failure of its own
+        ({1: BROKEN * 2}, [GOOD], True),
+        ({1: (BrokenLogits(), TOKEN)}, [GOOD], False),
+        ({1: BROKEN, 5: ()}, [GOOD, CHUNK], True),  # a step without draws says nothing of the logits
+        ({1: BROKEN, 4: BROKEN}, [GOOD, FED], True),  # draws that were fed are the fault of the step before
+    ],
+)
+async def test_as_many_failures_in_a_row_as_no_request_can_cause_say_that_the_engine_is_broken(
+    runner, engine, draws, steps, breaks
+) -> None:
+    """Of steps that fail, and of those whose draws are all broken."""
     runner.may_end.set()
-    assert await failures(engine, MAX_FAILURES - 1, BAD, FED) == [InternalError, FeederFailed] * (MAX_FAILURES - 1)
-    assert await failures(engine, 1, BAD) == [EngineBroken]
+    runner.draws = draws
+    assert EngineBroken not in await failures(engine, MAX_FAILURES - 1, *steps)
+    assert (EngineBroken in await failures(engine, 1, *steps)) is breaks
 
 
 async def test_one_good_step_among_failures_shows_that_the_engine_works(runner, engine) -> None:
@@ -294,38 +308,11 @@ async def test_one_good_step_among_failures_shows_that_the_engine_works(runner, 
         await engine.launch(GOOD)
 
 
-async def test_draws_that_are_all_broken_for_so_many_steps_say_that_the_engine_is_broken(runner, engine) -> None:
-    runner.may_end.set()
-    runner.draws[1] = (BrokenLogits(), BrokenLogits())
-    assert await failures(engine, MAX_FAILURES, GOOD) == [StepResult] * (MAX_FAILURES - 1) + [EngineBroken]
-
-
 async def test_broken_draws_and_failed_steps_count_together(runner, engine) -> None:
     runner.may_end.set()
-    runner.draws[1] = (BrokenLogits(),)
+    runner.draws[1] = BROKEN
     assert EngineBroken not in await failures(engine, MAX_FAILURES // 2 - 1, GOOD, BAD)
     assert await failures(engine, 1, GOOD, BAD) == [StepResult, EngineBroken]
-
-
-async def test_one_broken_draw_among_good_ones_is_no_failure_of_the_engine(runner, engine) -> None:
-    runner.may_end.set()
-    runner.draws[1] = (BrokenLogits(), TOKEN)
-    assert await failures(engine, 2 * MAX_FAILURES, GOOD) == [StepResult] * 2 * MAX_FAILURES
-
-
-async def test_a_step_without_draws_says_nothing_of_the_logits(runner, engine) -> None:
-    runner.may_end.set()
-    chunk = step_of(5)
-    runner.draws = {1: (BrokenLogits(),), 5: ()}
-    assert EngineBroken not in await failures(engine, MAX_FAILURES - 1, GOOD, chunk)
-    assert await failures(engine, 1, GOOD) == [EngineBroken]
-
-
-async def test_broken_draws_that_were_fed_are_the_fault_of_the_step_before(runner, engine) -> None:
-    runner.may_end.set()
-    runner.draws = {1: (BrokenLogits(),), 4: (BrokenLogits(),)}
-    assert EngineBroken not in await failures(engine, MAX_FAILURES - 1, GOOD, FED)
-    assert await failures(engine, 1, GOOD) == [EngineBroken]
 
 
 LOST = RuntimeError("CUDA error: an illegal memory access was encountered")
