@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from engine.engine_thread import MAX_FAILURES, EngineBroken, EngineThread, FeederFailed
-from engine.placement import open_engine_executor
+from engine.loading import open_engine_executor
 from engine.step import BrokenLogits, Sampled, SampledToken, ScheduledSeq, Step, StepResult
 from engine.thread_work import to_the_end
 from tandem.errors import InternalError
