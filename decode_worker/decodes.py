@@ -70,8 +70,7 @@ class Decodes:
         self._transfers = IncomingTransfers(
             parts.cache, receiver, parts.clock, self, policy.transfers, parts.validator.vocab_size
         )
-        arriving = self._transfers.requests
-        self._batch = RunningBatch(parts.cache, policy.limits, growth, budget, releases, arriving, prompts)
+        self._batch = RunningBatch(parts.cache, policy.limits, growth, budget, releases, prompts)
         self._admission = Admission(policy, parts.cache, growth, self._batch, self._transfers, prompts, parts.engine)
         self._queue = self._admission.queue
         self._hand_overs = HandOvers(self._batch, parts.cache, sender, owner.end, owner.changed)

@@ -24,7 +24,7 @@ from engine.step import BlockCopy, ScheduledSeq, Step
 from prefill_worker.prompts import Prompts
 from shell.telemetry.events import Preempted
 from tandem.types import WaitReason
-from worker.budget import ChunkBudget, PromptInLine
+from worker.budget import ChunkBudget
 from worker.releases import BlockReleases
 from worker.request import Request
 from worker.source import BatchedStep
@@ -42,14 +42,10 @@ class RunningBatch:
         growth: Growth,
         budget: ChunkBudget,
         releases: BlockReleases,
-        arriving: Collection[Request] = (),
         prompts: Prompts | None = None,
     ) -> None:
-        """`arriving`: requests whose hand-off to here is under way; `prompts`: computed beside. Both are read whenever
-        a step is planned.
-        """
+        """`prompts`: computed beside; read whenever a step is planned."""
         self.budget = budget
-        self._arriving = arriving
         self._prompts = prompts
         self.releases = releases
         self._cache = cache
@@ -192,30 +188,17 @@ class RunningBatch:
             and (num_tokens := each.group.num_remaining_tokens) > len(each.group.running)  # a decode lacks one
         ]
         lacking.sort(key=lambda each: turn_of(*each))
-        return self.budget.wait_ratio([self._in_line(*each) for each in lacking])
+        return self.budget.wait_ratio([num_left for _, num_left in lacking])
 
     @property
     def _prompts_beside(self) -> Collection[Request]:
         return () if self._prompts is None else self._prompts.computing
 
-    def _in_line(self, request: Request, num_left: int) -> PromptInLine:
-        num_tokens = len(request.spec.prefix_token_ids) - request.group.prefix.num_cached_tokens
-        # Once it has its first token, it is a stream that goes on, of whatever age.
-        waited = self.budget.num_prompt_tokens - request.came_after_tokens if request.owes_prefill_done else 0
-        return PromptInLine(num_left, max(num_left, num_tokens), waited)
-
-    @property
-    def is_awaited(self) -> bool:
-        """Whether a client waits for a second token of a sequence that is still to come: the worker that computes the
-        prompt told the first one, or may tell it before the next step has ended.
-        """
-        return len(self._arriving) > 0
-
     def _limits_now(self) -> StepLimits:
         ratio = self.wait_ratio
         if not ratio:
             return self._limits
-        chunk_tokens = self.budget.tokens(self.num_decodes, ratio, is_awaited=self.is_awaited)
+        chunk_tokens = self.budget.tokens(self.num_decodes, ratio)
         return replace(self._limits, chunk_tokens=chunk_tokens)
 
     def _plan(self, limits: StepLimits) -> tuple[StepPlan, Beside | None]:

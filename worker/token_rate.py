@@ -7,7 +7,7 @@ _MEMORY_STEPS = 8
 
 
 class TokenRate:
-    """Of the last few thousand tokens, eight steps at least: what a few tokens add to a step is lost in its noise."""
+    """The rate over the last few thousand tokens, eight steps at least: noise of one step hides what few tokens add."""
 
     def __init__(self) -> None:
         self._tokens = self._seconds = 0.0
@@ -20,5 +20,5 @@ class TokenRate:
 
     @property
     def per_s(self) -> float:
-        """0 = nothing was measured."""
+        """Tokens per second; 0 = nothing was measured."""
         return self._tokens / self._seconds if self._seconds > 0 else 0.0

@@ -43,13 +43,6 @@ def test_the_index_has_a_line_for_every_command(capsys: pytest.CaptureFixture[st
     assert set(re.findall(r"`tandem ([a-z]+)", table)) == known
 
 
-def test_every_linked_page_exists() -> None:
-    for page in (*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")):
-        for target in re.findall(r"\]\(([^)#]+)\)", page.read_text()):
-            if not target.startswith("http"):
-                assert (page.parent / target).exists(), f"{page.name} links to {target}"
-
-
 def test_the_table_of_sampling_parameters_has_every_field_and_the_caps_as_they_are() -> None:
     table = (ROOT / "docs" / "sampling.md").read_text().split("| field |")[1].split("\n\n")[0]
     rows = dict(re.findall(r"^\| `(\w+)` \|(.*)$", table, flags=re.MULTILINE))

@@ -38,19 +38,6 @@ def test_it_can_be_imported_anywhere(dashboard: dict[str, Any]) -> None:
     assert variables == {"datasource": "datasource", "namespace": "query", "model": "query"}
 
 
-def test_rows_follow_the_way_of_a_request(dashboard: dict[str, Any]) -> None:
-    assert [panel["title"] for panel in dashboard["panels"] if panel["type"] == "row"] == [
-        "Overview",
-        "Latency",
-        "Router queue",
-        "Prefill workers",
-        "Decode and elastic workers",
-        "KV pool",
-        "Transfers",
-        "Errors and processes",
-    ]
-
-
 def test_every_panel_says_what_it_shows_and_from_where(panels: list[dict[str, Any]]) -> None:
     for panel in panels:
         title = panel["title"]

@@ -138,13 +138,6 @@ def test_a_short_request_sent_after_a_long_one_ends_first(client: Client, story:
         other.result()
 
 
-def test_one_token_needs_no_hand_off(client: Client, story: Story) -> None:
-    done = client.complete(story.text, max_tokens=1, temperature=0.0)
-
-    assert done.usage.completion_tokens == 1
-    assert done.choices[0].finish_reason is FinishReason.LENGTH
-
-
 def test_min_tokens_keeps_the_end_away(client: Client, story: Story) -> None:
     fact = story.facts[0]
     messages = [{"role": "user", "content": f"{story.text}\n{fact.question}"}]
@@ -187,14 +180,6 @@ def test_log_probabilities_of_a_prompt_stream_before_the_first_token_and_change_
     assert told == prompt[1:]
     assert not any(each.prompt_logprobs for each in updates[first:])
     assert tuple(token for each in updates for token in each.token_ids) == plain
-
-
-def test_text_survives_a_round_trip_through_the_tokenizer(client: Client) -> None:
-    text = "Grüße, 世界! 👩‍🚀\n\ttabs and nothing else"
-
-    tokens = client.tokenize(text)
-
-    assert client.detokenize(tokens.token_ids) == text
 
 
 def test_special_tokens_are_shown_on_request(client: Client, story: Story) -> None:

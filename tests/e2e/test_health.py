@@ -17,7 +17,7 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from bench.support.cluster import Cluster, pid_of, run_command, serve
+from bench.support.cluster import Cluster, pid_of, serve
 from tandem.client import Client
 from tandem.types import Role
 
@@ -57,15 +57,6 @@ def _listen(watch: Iterator[health_pb2.HealthCheckResponse], told: queue.Queue[i
             told.put(response.status)
     except grpc.RpcError:
         return
-
-
-def test_a_router_without_workers_is_not_serving_and_says_what_is_missing() -> None:
-    command = ("router", "--model", "demo", "--listen", "127.0.0.1:0")
-    with run_command(*command) as router, Client(router.target) as client:
-        with grpc.insecure_channel(router.target) as channel:
-            check = health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=10)
-        assert check.status == NOT_SERVING
-        assert "decode" in client.status().not_ready_reason
 
 
 def test_sigterm_under_load_lets_every_running_stream_finish(own_cluster: Cluster) -> None:

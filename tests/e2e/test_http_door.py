@@ -174,19 +174,6 @@ def test_a_caller_that_leaves_cancels(client: openai.OpenAI, cluster: Cluster) -
         assert becomes_idle(direct)
 
 
-def test_many_at_once(client: openai.OpenAI) -> None:
-    def one(number: int) -> str:
-        return (
-            client.completions.create(prompt="Once upon a time", max_tokens=20, seed=number % 4, model="demo")
-            .choices[0]
-            .text
-        )
-
-    with ThreadPoolExecutor(16) as pool:
-        texts = list(pool.map(one, range(32)))
-    assert all(texts[number] == texts[number % 4] for number in range(32))
-
-
 @pytest.mark.parametrize(
     ("method", "path"),
     [("GET", "/workers"), ("POST", "/workers"), ("DELETE", "/workers/1"), ("POST", "/flush_cache"), ("POST", "/wasm")],

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import os
 import random
-import signal
 import threading
 from collections.abc import Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
 from bench.support.cluster import Cluster, becomes_idle, eventually, serve
 from tandem.client import Client
 from tandem.client.results import Choice, Completion
-from tandem.errors import InvalidRequest
 from tandem.types import Role
 from tests.at_rest import nothing_runs
 
@@ -178,42 +175,3 @@ def test_a_pool_too_small_for_all_groups_changes_no_token() -> None:
         assert [[said(choice) for choice in each.choices] for each in completions] == expected
         assert becomes_idle(client, 10), client.status()  # by newer heartbeats, which tell of preemptions, too
         assert sum(worker.load.preemptions for worker in client.status().workers) > 0
-
-
-TO_BE_DISTURBED = [options(60 + 40 * i, 400, seed=100 * i) for i in range(6)]
-
-
-@pytest.fixture(scope="module")
-def undisturbed(running_pairs: Client) -> list[list[tuple[object, ...]]]:
-    return [[said(c) for c in each.choices] for each in at_once(running_pairs, TO_BE_DISTURBED, n=4)]
-
-
-@pytest.mark.parametrize("role", [Role.PREFILL, Role.DECODE])
-def test_a_worker_killed_in_the_middle_changes_no_token(
-    pairs: Client, undisturbed: list[list[tuple[object, ...]]], role: Role
-) -> None:
-    with ThreadPoolExecutor(len(TO_BE_DISTURBED)) as callers:
-        futures: list[Future[Completion]] = []
-
-        def many_run() -> bool:
-            if all(future.done() for future in futures):  # asked again: whoever looks may be late
-                futures.extend(callers.submit(pairs.complete, n=4, timeout_s=60, **each) for each in TO_BE_DISTURBED)
-            return any(worker.load.running_seqs > 4 for worker in pairs.status().workers)
-
-        assert eventually(many_run, 20)
-        workers = [each for each in pairs.status().workers if each.info.role is role]
-        busiest = max(workers, key=lambda worker: worker.load.pool.live)
-        os.kill(busiest.info.pid, signal.SIGKILL)
-        completions = [future.result(timeout=90) for future in futures]
-
-    found = [[said(choice) for choice in each.choices] for each in completions]
-    assert found == undisturbed * (len(found) // len(undisturbed))
-    assert eventually(lambda: busiest.info.pid not in {each.info.pid for each in pairs.status().workers})
-
-
-def test_what_cannot_fit_into_the_pool_is_refused_by_name() -> None:
-    with serve("demo", "--kv-blocks", "16", "--block-size", "16") as small, Client(small.target) as tiny:
-        tiny.wait_ready(timeout_s=30)
-        assert len(tiny.complete(n=2, **options(16, 100)).choices) == 2
-        with pytest.raises(InvalidRequest, match=r"sampling\.n: "):
-            tiny.complete(n=16, **options(16, 100))

@@ -77,24 +77,6 @@ def test_a_conversation_finds_its_earlier_turns(client: Client, way: tuple[str, 
         history += (*found.choices[0].token_ids, *prompt_of(3 + turn, 40))
 
 
-def test_another_salt_finds_nothing(client: Client) -> None:
-    prompt = prompt_of(8, 300)
-    salts = ("", "a", "a\x00", "ä")
-    completions = [client.complete(token_ids=prompt, cache_salt=salt, **DRAWN) for salt in salts]
-    assert [each.usage.cached_tokens for each in completions] == [0] * len(salts)
-    assert len({str(tokens_of(each)) for each in completions}) == 1
-
-
-def test_choices_that_find_their_prompt_equal_requests_of_their_own(client: Client) -> None:
-    prompt = prompt_of(9, 350)
-    alone = [
-        tokens_of(client.complete(token_ids=prompt, cache_salt=f"n{i}", **(DRAWN | {"seed": 7 + i})))[0]
-        for i in range(3)
-    ]
-    for _ in range(2):
-        assert tokens_of(client.complete(token_ids=prompt, cache_salt="n", n=3, **DRAWN)) == alone
-
-
 def test_crowds_that_evict_each_other_give_the_tokens_that_each_gives_alone(client: Client) -> None:
     stems = [prompt_of(20 + number, 700) for number in range(6)]
     prompts = [stem + prompt_of(100 + number, 30) for number, stem in enumerate(stems * 3)]

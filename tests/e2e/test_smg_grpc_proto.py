@@ -78,14 +78,6 @@ def test_without_streaming_the_whole_comes_alone(stub: Any, client: Client) -> N
     assert tuple(complete.output_ids) == client.complete(PROMPT, **GREEDY).choices[0].token_ids
 
 
-def test_what_is_left_out_is_decided_as_for_inference_service(stub: Any, client: Client) -> None:
-    expected = client.complete(PROMPT, max_tokens=20, seed=5).choices[0]
-
-    _, complete = answer(stub, request(max_tokens=20, seed=5))
-
-    assert tuple(complete.output_ids) == expected.token_ids
-
-
 def test_a_stop_string_or_token_is_reported(stub: Any, client: Client) -> None:
     whole = client.complete(PROMPT, **GREEDY)
     word, token_id = whole.text.split()[2], whole.choices[0].token_ids[3]
@@ -181,16 +173,6 @@ def test_an_aborted_request_ends_with_what_it_has_and_frees_its_blocks(stub: Any
     assert list(last.complete.output_ids) == tokens
     assert len(tokens) < 800
     assert becomes_idle(client)
-
-
-def test_many_requests_at_once_keep_apart(stub: Any, client: Client) -> None:
-    sampled = [SEEDED | {"seed": seed} for seed in range(16)]
-
-    with ThreadPoolExecutor(16) as callers:
-        answers = list(callers.map(lambda sampling: answer(stub, request(**sampling))[1], sampled))
-
-    expected = [client.complete(PROMPT, **sampling).choices[0].token_ids for sampling in sampled]
-    assert [tuple(each.output_ids) for each in answers] == expected
 
 
 def test_the_tokenizer_comes_as_an_archive_with_its_fingerprint(stub: Any, client: Client, tmp_path: Path) -> None:

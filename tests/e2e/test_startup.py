@@ -60,13 +60,6 @@ def started_in(folder: Path, *arguments: str) -> subprocess.Popen[str]:
     return subprocess.Popen(command, cwd=folder, stdout=pipe, stderr=pipe, text=True, bufsize=1)
 
 
-def test_a_folder_that_does_not_exist_is_named(tmp_path: Path) -> None:
-    done = finished("serve", "--model", str(tmp_path / "nowhere"))
-
-    assert done.returncode == 2
-    assert "nowhere" in done.stderr
-
-
 def test_a_corrupt_weights_file_is_named(checkpoint: Path) -> None:
     weights = checkpoint / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[: weights.stat().st_size // 2])
@@ -98,18 +91,6 @@ def test_an_unknown_architecture_is_named(checkpoint: Path) -> None:
     assert "mamba" in done.stderr.lower()
 
 
-def test_a_port_in_use_is_named() -> None:
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        taken.listen()
-        address = f"127.0.0.1:{taken.getsockname()[1]}"
-
-        done = finished("router", "--listen", address)
-
-    assert done.returncode == 2
-    assert address in done.stderr
-
-
 def test_serve_says_once_why_it_does_not_start() -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
@@ -123,25 +104,6 @@ def test_serve_says_once_why_it_does_not_start() -> None:
         f"tandem: router: --listen: cannot listen on {address}; is the port in use? Name another, or port 0 for any "
         "free one"
     ]
-
-
-@pytest.mark.parametrize(
-    ("arguments", "named"),
-    [
-        (("serve", "--block-size", "0"), "--block-size"),
-        (("serve", "--transport", "pigeon"), "--transport"),
-        (("serve", "--kv-memory", "lots"), "--kv-memory"),
-        (("serve", "--listen", "nowhere"), "--listen"),
-        (("serve", "--dtype", "int3"), "--dtype"),
-        (("decode", "--local-prefill-tokens", "-1"), "--local-prefill-tokens"),
-        (("serve", "--listen", "127.0.0.1:0", "--attention-backend", "flash_attn"), "--attention-backend"),
-    ],
-)
-def test_a_bad_option_is_named(arguments: tuple[str, ...], named: str) -> None:
-    done = finished(*arguments)
-
-    assert done.returncode == 2
-    assert named in done.stderr
 
 
 def test_workers_whose_block_layouts_differ_are_no_pair() -> None:

@@ -4,7 +4,6 @@ Tandem's foreign protocols have a descriptor pool of their own (tandem/foreign/p
 
 from __future__ import annotations
 
-import asyncio
 import json
 import queue
 import random
@@ -315,24 +314,6 @@ async def test_the_asyncio_client_infers_and_streams(demo_cluster: Cluster, clie
             assert error is None
             texts[result.get_response().id] += text_of(result)
     assert texts == {"a": expected, "b": expected}
-
-
-async def test_a_cancel_by_the_asyncio_client_frees_all_blocks(
-    demo_cluster: Cluster, client: Client, num_cancelled: Callable[[], int]
-) -> None:
-    before = num_cancelled()
-
-    async def requests() -> AsyncIterator[dict[str, Any]]:
-        yield {"model_name": "demo", "inputs": inputs(stream=True, max_tokens=800, ignore_eos=True)}
-        await asyncio.Event().wait()
-
-    async with triton_aio.InferenceServerClient(demo_cluster.target) as server:
-        answers = server.stream_infer(requests())
-        await anext(answers)
-        assert answers.cancel()
-
-        assert await asyncio.to_thread(becomes_idle, client)
-    assert num_cancelled() == before + 1
 
 
 def test_statistics_count_what_came_this_way(server: triton.InferenceServerClient) -> None:

@@ -86,13 +86,6 @@ async def test_http_is_answered(start: StartProcess) -> None:
     assert (status, kind, json.loads(body)["cluster"]["model"]) == (200, "application/json", "demo")
 
 
-async def test_the_probe_tells_the_process_own_readiness(start: StartProcess) -> None:
-    process = await start()
-    assert (await fetch(f"http://{process.admin}/readyz"))[0] == 503
-    process.server.set_serving(True)
-    assert (await fetch(f"http://{process.admin}/readyz"))[0] == 200
-
-
 async def test_without_an_address_there_is_no_port(start: StartProcess) -> None:
     process = await start()
     content = AdminContent(health=process.server.health, report=None, metrics=None)  # type: ignore[arg-type]

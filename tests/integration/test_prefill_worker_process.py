@@ -81,11 +81,3 @@ async def test_it_serves_answers_and_leaves_with_code_0_on_sigterm(model: Path) 
         child.send_signal(signal.SIGTERM)
         async with asyncio.timeout(DEADLINE_S):
             assert await child.wait() == 0
-
-
-async def test_a_bad_option_ends_with_code_2_and_its_name(model: Path) -> None:
-    async with process(model, "--chunk-tokens", "-1") as child:
-        async with asyncio.timeout(DEADLINE_S):
-            _, errors = await child.communicate()
-        assert child.returncode == 2
-        assert "--chunk-tokens" in errors.decode()

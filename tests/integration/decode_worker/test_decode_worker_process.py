@@ -89,14 +89,6 @@ async def test_sigterm_lets_a_running_sequence_finish(
             assert await child.wait() == 0
 
 
-async def test_a_bad_option_ends_with_code_2_and_its_name(tiny_llama: Path) -> None:
-    async with process(tiny_llama, "--transport", "nccl") as child:
-        async with asyncio.timeout(DEADLINE_S):
-            _, errors = await child.communicate()
-        assert child.returncode == 2
-        assert "--transport" in errors.decode()
-
-
 async def test_a_worker_whose_every_step_is_broken_ends_with_code_1(
     tiny_llama: Path, make_spec: MakeSpec, tmp_path: Path
 ) -> None:

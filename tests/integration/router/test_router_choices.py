@@ -210,17 +210,6 @@ async def test_without_a_replacement_the_tokens_until_then_come_before_the_statu
     assert sorted(tokens) == sorted(token for each in expected(cluster, 3, 4).values() for token in each)
 
 
-@pytest.mark.parametrize("stage", ["reserve", "prefill", "first", "attach", "decode"])
-async def test_a_cancelled_group_frees_both_workers(cluster: Any, stage: str) -> None:
-    workers = await cluster.add_pair()
-    for worker in workers:
-        worker.hold(stage)
-    call = cluster.generate(*PROMPT, n=16, timeout_s=None)
-    await cluster.until(lambda: not workers[stage != "prefill"].idle)
-    call.cancel()
-    await cluster.until(lambda: cluster.idle)
-
-
 async def test_the_default_of_max_tokens_lets_the_group_fit_the_pool(cluster: Any) -> None:
     await cluster.add(Role.PREFILL, "p")
     await cluster.add(Role.DECODE, "d", pool_tokens=16 * 10)

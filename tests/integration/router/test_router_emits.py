@@ -8,12 +8,10 @@ import pytest
 
 from router.request import Caller, CompletionRequest, TokensPrompt
 from router.sampling import SamplingRequest
-from tandem.errors import DeadlineExceeded, InternalError, InvalidRequest, Overloaded, Reason, Unavailable
+from tandem.errors import DeadlineExceeded, InternalError, Overloaded, Reason, Unavailable
 from tandem.types import FinishReason, PlacementReason, Role
-from tandem.v1 import inference_pb2 as pb
 
 PROMPT = (72, 105)
-STAGES = ("reserve", "prefill", "first", "attach", "decode")
 
 
 async def only_request(cluster: Any) -> Any:
@@ -67,18 +65,6 @@ async def test_a_stop_string_is_the_end_and_tokens_after_it_are_not_told(cluster
     assert sum(call[1] for call in request.calls if call[0] == "TokensArrived") == 6
 
 
-@pytest.mark.parametrize("stage", STAGES)
-async def test_a_cancelled_request_has_neither_a_reason_nor_an_error(cluster: Any, stage: str) -> None:
-    prefill, decode = await cluster.add_pair()
-    for worker in (prefill, decode):
-        worker.hold(stage, "decode")
-    call = cluster.generate(*PROMPT, timeout_s=None)
-    await cluster.until(lambda: bool((prefill if stage == "prefill" else decode).sequences))
-    call.cancel()
-    end = (await only_request(cluster)).end
-    assert (end.finish_reasons, end.error) == ((), None)
-
-
 @pytest.mark.parametrize(("timeout_s", "error"), [(None, type(None)), (0.0, DeadlineExceeded)])
 async def test_a_request_that_is_given_up_before_its_first_step_has_an_end(
     cluster: Any, timeout_s: float | None, error: type
@@ -89,13 +75,6 @@ async def test_a_request_that_is_given_up_before_its_first_step_has_an_end(
     given_up = await only_request(cluster)
     assert given_up.names == ["RequestEnded"]
     assert isinstance(given_up.end.error, error)
-
-
-async def test_a_deadline_is_an_error_and_not_a_cancel(cluster: Any) -> None:
-    _, decode = await cluster.add_pair()
-    decode.hold("decode")
-    await cluster.error_of(cluster.generate(*PROMPT, timeout_s=2.0))
-    assert isinstance((await only_request(cluster)).end.error, DeadlineExceeded)
 
 
 async def test_a_failure_is_told_with_its_error(cluster: Any) -> None:
@@ -138,12 +117,6 @@ async def test_the_last_try_that_fails_is_told_too(launch: Any, policy: Any) -> 
     request = await only_request(cluster)
     assert request.names[-2:] == ["TryFailed", "RequestEnded"]
     assert isinstance(request.end.error, Unavailable)
-
-
-async def test_bad_input_is_refused_and_never_begins(cluster: Any) -> None:
-    await cluster.error_of(cluster.inference.Generate(pb.GenerateRequest()))
-    assert [type(error) for error in cluster.recorded.refusals] == [InvalidRequest]
-    assert cluster.recorded.requests == []
 
 
 async def test_a_router_that_drains_refuses(cluster: Any) -> None:

@@ -3,36 +3,58 @@
 from __future__ import annotations
 
 import asyncio
+from functools import partial
 from typing import Any
 
 import grpc
 import pytest
 
 from tandem.errors import DeadlineExceeded
+from tandem.foreign import vllm_engine_pb2 as vllm
+from tandem.foreign.vllm_engine_pb2_grpc import VllmEngineStub
+from tests.integration.router.conftest import FakeCluster
 
 PROMPT = (72, 105)
 STAGES = ("reserve", "prefill", "first", "attach", "handoff_word", "decode")
 
 
-async def reach(cluster: Any, stage: str, **options: Any) -> tuple[Any, Any, Any]:
+def generate_by_vllm(cluster: Any, *prompt: int) -> Any:
+    sampling = vllm.SamplingParams(max_tokens=8, temperature=0.0)
+    request = vllm.GenerateRequest(tokenized=vllm.TokenizedInput(input_ids=prompt), sampling_params=sampling)
+    return VllmEngineStub(cluster.channel).Generate(request)
+
+
+async def reach(cluster: Any, stage: str, generate: Any = FakeCluster.generate, **options: Any) -> tuple[Any, Any, Any]:
     """A generation that stands still in `stage`, and its two workers."""
     prefill, decode = await cluster.add_pair()
     for worker in (prefill, decode):
         worker.hold(stage, "decode")
-    call = cluster.generate(*PROMPT, **options)
+    call = generate(cluster, *PROMPT, **options)
     if stage == "decode":
-        await cluster.until(lambda: decode.offsets == [1])  # the first token came from the prefill worker
+        await cluster.until(lambda: set(decode.offsets) == {1})  # the first tokens came from the prefill worker
     else:
         reached = prefill if stage == "prefill" else decode
         await cluster.until(lambda: not reached.idle)
     return call, prefill, decode
 
 
+def only_end(cluster: Any) -> Any:
+    """How the one request ended, as the router's listeners hear it."""
+    (request,) = cluster.recorded.requests
+    return request.end
+
+
 @pytest.mark.parametrize("stage", STAGES)
-async def test_a_cancelled_request_frees_both_workers(cluster: Any, stage: str) -> None:
-    call, prefill, decode = await reach(cluster, stage)
+@pytest.mark.parametrize(
+    "generate",
+    [FakeCluster.generate, partial(FakeCluster.generate, n=16), generate_by_vllm],
+    ids=["one choice", "16 choices", "VllmEngine"],
+)
+async def test_a_cancelled_request_frees_both_workers(cluster: Any, stage: str, generate: Any) -> None:
+    call, prefill, decode = await reach(cluster, stage, generate)
     call.cancel()
     await cluster.until(lambda: cluster.idle and decode.num_releases == prefill.num_releases == 1)
+    assert (only_end(cluster).finish_reasons, only_end(cluster).error) == ((), None)
 
 
 @pytest.mark.parametrize("stage", STAGES)
@@ -41,6 +63,7 @@ async def test_a_request_whose_deadline_passes_frees_both_workers(cluster: Any, 
     _, code, _ = await cluster.error_of(call)
     assert code is grpc.StatusCode.DEADLINE_EXCEEDED
     await cluster.until(lambda: cluster.idle)
+    assert isinstance(only_end(cluster).error, DeadlineExceeded)
     assert prefill.specs[0].timeout_s < 4.1  # gRPC rounds it up on the wire
 
 

@@ -209,19 +209,6 @@ async def test_an_aborted_request_says_what_it_has_and_frees_its_workers(cluster
     assert (list(finished.output_ids), finished.finish_reason) == (cluster.completion(PROMPT_IDS, 8), "length")
 
 
-@pytest.mark.parametrize("stage", ["reserve", "prefill", "attach", "decode"])
-async def test_a_cancelled_engine_call_frees_both_workers(cluster: Any, stage: str) -> None:
-    workers = await cluster.add_pair()
-    for worker in workers:
-        worker.hold(stage)
-    call = VllmEngineStub(cluster.channel).Generate(generate("a"))
-    await cluster.until(lambda: not workers[stage != "prefill"].idle)
-
-    call.cancel()
-
-    await cluster.until(lambda: cluster.idle)
-
-
 async def test_ready_says_what_health_says(cluster: Any) -> None:
     service, engine = GRPCInferenceServiceStub(cluster.channel), VllmEngineStub(cluster.channel)
     assert not (await service.ServerReady(kserve.ServerReadyRequest())).ready

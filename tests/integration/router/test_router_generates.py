@@ -30,14 +30,6 @@ async def test_tokens_text_usage_and_timings_of_a_handed_over_request(cluster: A
     assert all(not response.HasField("usage") for response in responses[:-1])
 
 
-async def test_both_workers_are_released_at_the_end(cluster: Any) -> None:
-    prefill, decode = await cluster.add_pair()
-    await cluster.read_tokens(cluster.generate(*PROMPT))
-    await cluster.until(lambda: prefill.num_releases == decode.num_releases == 1)
-    assert prefill.idle
-    assert decode.idle
-
-
 async def test_the_first_token_reaches_the_client_before_the_hand_off_is_over(cluster: Any) -> None:
     _, decode = await cluster.add_pair()
     decode.hold("decode")
@@ -87,19 +79,6 @@ async def test_complete_gathers_what_generate_streams(cluster: Any) -> None:
     assert [each.token_id for each in choice.logprobs] == list(choice.token_ids)
     assert choice.logprobs[0].top[0].logprob == -0.5
     assert answer.usage.completion_tokens == 6
-
-
-async def test_a_stop_string_across_tokens_cuts_the_text_and_ends_the_work(cluster: Any) -> None:
-    _, decode = await cluster.add_pair()
-    expected = bytes(cluster.completion(PROMPT, 20)).decode()
-    stop = expected[3:6]
-    responses = [each async for each in cluster.generate(*PROMPT, max_tokens=200, stop=[stop])]
-    assert "".join(each.text for each in responses) == expected[:3]
-    assert sum(len(each.token_ids) for each in responses) == 6
-    assert responses[-1].finish_reason == pb.FINISH_REASON_STOP
-    assert responses[-1].stop_text == stop
-    assert responses[-1].usage.completion_tokens == 6
-    await cluster.until(lambda: decode.idle)
 
 
 async def test_a_stop_token_is_delivered_and_named(cluster: Any) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import shutil
 import signal
-import socket
 import sys
 from asyncio.subprocess import PIPE, Process
 from collections.abc import AsyncIterator
@@ -61,15 +60,6 @@ async def test_a_bad_option_ends_it_with_code_2_and_its_name(argv: tuple[str, ..
         code, stderr = await ending(process)
         assert code == 2
         assert named in stderr
-
-
-async def test_a_port_in_use_ends_it_with_code_2(byte_checkpoint: Path) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        listen = f"127.0.0.1:{taken.getsockname()[1]}"
-        async with router("--model", str(byte_checkpoint), "--listen", listen) as process:
-            code, stderr = await ending(process)
-            assert code == 2
-            assert "--listen" in stderr
 
 
 async def test_a_broken_tokenizer_ends_it_with_code_2_and_the_file(byte_checkpoint: Path, tmp_path: Path) -> None:

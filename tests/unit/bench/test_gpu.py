@@ -2,7 +2,6 @@
 
 import json
 import sys
-import tempfile
 from collections.abc import Callable
 from typing import Any
 
@@ -10,7 +9,7 @@ import pytest
 import torch
 
 from bench import gpu
-from bench.gpu import Part, parts, run_part, run_parts
+from bench.gpu import Part, parts, run_part
 from kvtransfer.transport import TransportStatus
 from kvtransfer.transports import TRANSPORTS
 
@@ -19,11 +18,6 @@ GPU = {"gpu": "Test GPU", "driver": "1.2"}
 
 def part(program: str, *, limit_s: float = 60.0, gives_json: bool = False) -> Part:
     return Part("fake", (sys.executable, "-c", program), limit_s, gives_json)
-
-
-def test_a_part_that_ends_well_says_its_last_line() -> None:
-    outcome = run_part(part("print('first'); print('3 passed')"))
-    assert (outcome.succeeded, outcome.last_words, outcome.result) == (True, "3 passed", None)
 
 
 def test_a_part_that_gives_figures_gives_them_whole() -> None:
@@ -50,39 +44,10 @@ def test_a_part_that_hangs_is_ended_with_all_its_children() -> None:
     assert "0.5 s, its limit" in outcome.last_words
 
 
-def test_a_part_that_fails_does_not_stop_the_rest(capsys: pytest.CaptureFixture[str]) -> None:
-    outcomes = run_parts([part("raise SystemExit(3)"), part("print('fine')")])
-    assert [outcome.succeeded for outcome in outcomes] == [False, True]
-    said = capsys.readouterr().out
-    assert "FAILED" in said
-    assert "fine" in said
-
-
-def test_what_is_not_timed_runs_together_and_all_is_kept_as_it_ends() -> None:
-    meet = "import pathlib, sys, time\nmine, other = map(pathlib.Path, sys.argv[1:])\nmine.touch()\n"
-    meet += "while not other.exists(): time.sleep(0.01)"
-    with tempfile.TemporaryDirectory() as folder:
-        names = [f"{folder}/{each}" for each in "ab"]
-        pair = [
-            Part("untimed", (sys.executable, "-c", meet, *ways), 60.0, is_timed=False) for ways in (names, names[::-1])
-        ]
-        kept: list[int] = []
-        outcomes = run_parts([part("print(1)"), *pair], lambda some: kept.append(len(some)))
-    assert all(each.succeeded for each in outcomes)
-    assert kept == [2, 3]
-
-
 def test_all_parts_together_take_less_than_ten_minutes() -> None:
     all_parts = parts([transport.name for transport in TRANSPORTS])
     together_s = max(each.limit_s for each in all_parts if not each.is_timed)
     assert together_s + sum(each.limit_s for each in all_parts if each.is_timed) < 600
-
-
-def test_exactness_is_checked_over_every_transport_that_works() -> None:
-    (exactness,) = (each for each in parts(["shm", "tcp"]) if each.name == "exactness")
-    assert [
-        name for flag, name in zip(exactness.command, exactness.command[1:], strict=False) if flag == "--system"
-    ] == [*("shm", "tcp", "colocated")]
 
 
 def works(device: torch.device) -> TransportStatus:
@@ -107,15 +72,6 @@ def test_what_needs_a_gpu_each_is_left_out_on_a_machine_with_one(
     assert ("nccl" in asked[0]) is usable
     assert "tcp" in asked[0]
     assert usable or "different GPUs" in status["reason"]
-
-
-def test_without_a_gpu_it_says_so_and_fails(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(gpu, "write_record", lambda *_: pytest.fail("recorded"))
-    assert gpu.main() == 1
-    assert capsys.readouterr().out == "not measured: no GPU\n"
 
 
 def test_everything_is_recorded_even_if_a_part_failed(monkeypatch: pytest.MonkeyPatch) -> None:

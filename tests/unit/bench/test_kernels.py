@@ -8,7 +8,6 @@ from bench.kernels import __main__ as bench_kernels
 from bench.kernels.__main__ import Run
 from bench.kernels.attention_batch import AttentionBatch, largest_difference
 from bench.kernels.attention_peers import peer_calls
-from bench.kernels.decode_share import measure_shares
 from bench.kernels.operation_calls import linear_calls, quantized_linear_calls
 from bench.kernels.shapes import LayerShape, chunk_shape, decode_shape, mixed_shape, prompt_shape
 from bench.support import timing
@@ -72,27 +71,6 @@ def test_quantized_products_cost_fewer_bytes():
         assert each.calls[0]().shape == (2, outputs)
 
 
-def test_layers_take_turns_until_they_outrun_the_cache():
-    batch = AttentionBatch(decode_shape(1, 4096, (8, 8, 128)), torch.bfloat16, CPU)
-    assert batch.num_layers == 12
-    assert len(batch.calls(select_kernels("reference", CPU, torch.bfloat16).attention)) == 12
-
-
-@pytest.mark.usefixtures("one_layer")
-def test_every_part_of_a_decode_step_runs_once_per_layer():
-    counts = []
-
-    def timer(calls):
-        counts.append(len(calls))
-        return 1.0
-
-    kernels = select_kernels("reference", CPU, torch.bfloat16)
-    shares = measure_shares(kernels, LAYER, 2, 20, CPU, timer, lambda: None)
-    assert counts == [4 * 3 + 1, 3, 4 * 3 + 1, 1]
-    assert shares.step_s == 4.0
-    assert shares.small_share == 0.5
-
-
 class Broken:
     """An attention back-end that raises, or is wrong."""
 
@@ -121,22 +99,3 @@ def test_a_kernel_that_fails_or_is_wrong_is_named_and_the_rest_is_measured(raise
     assert len(record["failures"]) == 2
     assert {row["kernel"] for row in record["measurements"]} >= {"qkv", "lm_head", "silu_mul"}
     assert "FAILED" in capsys.readouterr().err
-
-
-@pytest.mark.usefixtures("one_layer")
-def test_attention_of_one_head_size_alone(monkeypatch):
-    wanted, other = decode_shape(1, 16, HEADS), decode_shape(1, 16, (*HEADS[:2], 2 * HEADS[2]))
-    monkeypatch.setattr(bench_kernels, "CPU_ATTENTION", (wanted, other))
-    monkeypatch.setattr(bench_kernels, "measure_ceilings", lambda device: CEILINGS)
-    run = Run(CPU, head_dim=HEADS[2])
-    run.sets = {"reference": select_kernels("reference", CPU, torch.bfloat16)}
-    assert {row["kernel"] for row in run.measure()["measurements"]} == {"decode"}
-    assert {row.shape.split(", KV")[0] for row in run.rows} == {str(wanted)}
-
-
-def test_without_a_gpu_it_says_so_and_writes_nothing(monkeypatch, capsys):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr("sys.argv", ["kernels", "--device", "cuda"])
-    monkeypatch.setattr(bench_kernels, "write_record", lambda *_: pytest.fail("nothing may be written"))
-    assert bench_kernels.main() == 0
-    assert capsys.readouterr().out == "not measured: no GPU\n"

@@ -75,10 +75,6 @@ def test_an_engine_that_dies_is_left_out_and_the_others_go_on() -> None:
     assert len(results[SHORT.name]["vllm"].step_s) == 3
 
 
-def test_the_best_budget_has_the_shortest_median() -> None:
-    assert Measured(prefill_s={512: [1.0, 3.0, 3.0], 2048: [2.0, 2.0, 9.0]}).best_budget == 2048
-
-
 def test_agreement_is_the_share_of_equal_first_tokens() -> None:
     results: Results = {
         "a": {"tandem": Measured(first_tokens=[1, 2, 3, 4]), "vllm": Measured(first_tokens=[1, 2, 3, 5])}

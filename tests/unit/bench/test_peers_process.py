@@ -46,22 +46,9 @@ def exists(pid: int) -> bool:
     return False
 
 
-def test_a_process_is_spoken_to_line_by_line() -> None:
-    with running(ECHO) as process:
-        process.send("hello")
-        assert process.receive(10.0) == "HELLO\n"
-
-
 def test_a_process_that_ends_is_named_with_its_log() -> None:
     with running(DIES) as process, pytest.raises(PeerError, match=r"(?s)fake ended.*why it died"):
         process.receive(10.0)
-
-
-def test_the_cause_in_a_table_is_what_happened_and_the_last_line_of_the_log() -> None:
-    assert PeerError("fake ended:\nTraceback\n  …\nTypeError: no such option\n").cause == (
-        "fake ended: TypeError: no such option"
-    )
-    assert PeerError("fake is not here").cause == "fake is not here"
 
 
 def test_silence_has_a_deadline() -> None:

@@ -44,15 +44,6 @@ def test_a_candidate_is_built_plain_first_and_dropped_if_faulty(monkeypatch):
     assert sound == [config for config in tune.candidates("decode") if config.block_n != 128]
 
 
-def test_candidates_that_differ_in_stages_alone_are_timed_once_if_they_are_one_kernel(monkeypatch):
-    def build_all(variants, jobs):
-        return [Build("", arch, code=f"{each.num_warps} {each.constexprs['BLOCK_N']}") for arch, each in variants]
-
-    monkeypatch.setattr(tune, "build_all", build_all)
-    sound = tune.sound_candidates("decode", ShapeClass(64, 2), 90, jobs=1)
-    assert sound == [config for config in tune.candidates("decode") if config.num_stages == 2]
-
-
 def test_one_faulty_variant_makes_a_candidate_unsound(monkeypatch):
     def build_all(variants, jobs):
         return [Build("", arch, spilled_bytes=800 * each.constexprs["WINDOWED"]) for arch, each in variants]
@@ -71,11 +62,3 @@ def test_a_row_changes_only_for_a_gain(gain, changes, monkeypatch):
     monkeypatch.setattr(tune, "score_s", lambda kernel, config, batches: 1.0 if config == TILE else gain)
     monkeypatch.setattr(tune, "is_sound", lambda *_: True)
     assert tune.tuned("decode", row, torch.device("cpu"), jobs=1) == (TILE if changes else own)
-
-
-def test_without_a_gpu_it_says_so_and_writes_nothing(monkeypatch, capsys):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr("sys.argv", ["tune", "--device", "cuda"])
-    monkeypatch.setattr(tune, "CONFIGS", None)
-    assert tune.main() == 0
-    assert capsys.readouterr().out == "not tuned: no GPU\n"

@@ -61,28 +61,7 @@ def test_the_way_in_begins_at_the_servicer_and_ends_at_the_engine() -> None:
 
 
 def test_the_way_out_leaves_the_plan_of_the_next_step_out() -> None:
-    router, decode = TraceMaker(), TraceMaker()
-    for begin_ms in range(0, 200, 20):
-        decode.call(begin_ms, "engine/runner.py", "Runner.collect", thread=ENGINE)
-        decode.enter(begin_ms + 1, "decode_worker/step_loop.py", "StepLoop.run")
-        decode.call(begin_ms + 2, "worker/serving/router_session.py", "RouterSession.tokens")
-        decode.call(begin_ms + 3, "decode_worker/scheduler.py", "plan_step")
-        decode.call(begin_ms + 4, "engine/engine_thread.py", "EngineThread.step")
-        decode.leave(begin_ms + 4, "StepLoop.run")
-        decode.call(begin_ms + 5, "tandem/rpc/outbox.py", "Outbox.take")
-        router.call(begin_ms + 6, "router/worker_link.py", "WorkerLink._dispatch")
-    processes = {"router": Process.of(router.trace), "decode_worker": Process.of(decode.trace)}
-    files = way_out(processes, "decode_worker", [(-1, 200 * MS)])
-    assert list(files) == [
-        "decode_worker/step_loop.py",
-        "router/worker_link.py",
-        "tandem/rpc/outbox.py",
-        "worker/serving/router_session.py",
-    ]
-
-
-def test_a_second_step_in_flight_does_not_change_the_way_out() -> None:
-    """Results are collected on the loop, and the next step is planned long after the tokens have left."""
+    """Results are collected on the loop; the next step is planned long after the tokens have left."""
     router, decode = TraceMaker(), TraceMaker()
     for begin_ms in range(0, 200, 20):
         decode.call(begin_ms, "engine/runner.py", "Runner.collect")

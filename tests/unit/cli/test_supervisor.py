@@ -135,14 +135,6 @@ async def test_the_address_is_that_of_the_first_life(
     assert await supervisor.address() == "127.0.0.1:1"
 
 
-async def test_a_killed_child_is_started_again(nursery: Nursery, running: asyncio.Task[None]) -> None:
-    for _ in range(4):
-        child = await nursery.next_child()
-        child.become_ready("127.0.0.1:1")
-        child.exit(-9)
-    assert not running.done()
-
-
 async def test_refused_options_end_it_with_the_words_of_the_child(
     nursery: Nursery, running: asyncio.Task[None]
 ) -> None:
@@ -159,7 +151,7 @@ async def test_a_child_that_never_gets_ready_ends_it(nursery: Nursery, running: 
         await asyncio.wait_for(running, DEADLINE_S)
 
 
-@pytest.mark.parametrize("code", [0, 1, 2])
+@pytest.mark.parametrize("code", [0, 1, 2, -9])
 async def test_a_child_that_was_ready_is_replaced_whatever_its_code(
     nursery: Nursery, running: asyncio.Task[None], code: int
 ) -> None:

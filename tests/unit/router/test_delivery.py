@@ -36,8 +36,11 @@ def choice(tokenizer: Tokenizer, index: int = 0, **params: Any) -> ChoiceStream:
     return ChoiceStream(index, detokenizer, TextParams(**params), lambda _: None)
 
 
-def delivery(tokenizer: Tokenizer, n: int = 1, events: RequestEvents | None = None, **params: Any) -> Delivery:
-    return Delivery([choice(tokenizer, index, **params) for index in range(n)], events or Events())
+def delivery(
+    tokenizer: Tokenizer, n: int = 1, events: RequestEvents | None = None, interval_s: float = 0.0, **params: Any
+) -> Delivery:
+    choices = [choice(tokenizer, index, **params) for index in range(n)]
+    return Delivery(choices, events or Events(), interval_s=interval_s)
 
 
 def delta(raw: bytes | list[int], offset: int = 0, finish: FinishReason | None = None, index: int = 0) -> TokenDelta:
@@ -50,21 +53,6 @@ def output(raw: bytes, index: int = 0, finish: FinishReason | None = None, summa
 
 
 # --- one choice: order ---
-
-
-def test_a_second_token_that_overtakes_the_first_waits_for_it(byte_tokenizer: Tokenizer) -> None:
-    made = choice(byte_tokenizer)
-    assert made.push(delta(b"b", 1)) == 0
-    assert made.push(delta(b"a")) == 2
-    assert made.read(None) == output(b"ab")
-
-
-def test_known_tokens_and_their_logprobs_are_trimmed(byte_tokenizer: Tokenizer) -> None:
-    made = choice(byte_tokenizer)
-    made.push(delta(b"ab"))
-    assert made.push(delta(b"a")) == 0
-    assert made.push(delta(b"bc", 1)) == 1
-    assert made.read(None) == output(b"abc")
 
 
 def test_the_end_counts_only_once_all_before_it_is_known(byte_tokenizer: Tokenizer) -> None:
@@ -145,12 +133,6 @@ def test_end_of_text_is_a_token_without_text_and_no_callers_stop(byte_tokenizer:
     assert (last.text, last.token_ids, last.finish_reason, last.matched_stop) == ("a", (97, 256), STOP, None)
 
 
-def test_the_callers_stop_id_is_named(byte_tokenizer: Tokenizer) -> None:
-    made = choice(byte_tokenizer, stop_token_ids=frozenset({TokenId(98)}))
-    made.push(delta(b"ab", 0, STOP))
-    assert made.read(None).matched_stop == 98
-
-
 def test_a_stop_string_across_tokens_is_kept_on_request_and_every_token_has_its_logprobs(
     byte_tokenizer: Tokenizer,
 ) -> None:
@@ -193,13 +175,6 @@ def test_text_tokens_and_end_do_not_depend_on_how_tokens_were_grouped(
 # --- the reader ---
 
 
-async def test_what_waits_is_merged_into_one_output(byte_tokenizer: Tokenizer) -> None:
-    made = delivery(byte_tokenizer)
-    made.push(delta(b"a"))
-    made.push(delta(b"bc", 1))
-    assert await made.get() == output(b"abc")
-
-
 async def test_the_last_tokens_leave_together_with_the_summary(byte_tokenizer: Tokenizer) -> None:
     made = delivery(byte_tokenizer)
     made.push(delta(b"ab"))
@@ -230,6 +205,35 @@ async def test_everything_at_once_waits_for_the_end(byte_tokenizer: Tokenizer) -
     assert not reading.done()
     made.close(SUMMARY)
     assert await reading == (output(b"abc", 0, STOP, SUMMARY),)
+
+
+async def test_after_an_output_what_comes_within_the_interval_is_merged(byte_tokenizer: Tokenizer) -> None:
+    made = delivery(byte_tokenizer, interval_s=0.01)
+    made.push(delta(b"a"))
+    assert await made.get() == output(b"a")
+    for offset, raw in enumerate((b"b", b"c"), start=1):
+        made.push(delta(raw, offset))
+    assert await made.get() == output(b"bc")
+
+
+@pytest.mark.parametrize("ends_well", [True, False])
+async def test_neither_an_end_nor_an_error_waits_for_the_interval(byte_tokenizer: Tokenizer, ends_well: bool) -> None:
+    made = delivery(byte_tokenizer, interval_s=3600.0)
+    made.push(delta(b"a"))
+    await made.get()
+    made.push(delta(b"b", 1))
+    reading = asyncio.create_task(made.get())
+    await asyncio.sleep(0)
+    assert not reading.done()
+    if ends_well:
+        made.push(delta(b"c", 2, LENGTH))
+        made.close(SUMMARY)
+        assert await reading == output(b"bc", 0, LENGTH, SUMMARY)
+    else:
+        made.fail(Unavailable("gone"))
+        assert await reading == output(b"b")
+        with pytest.raises(Unavailable):
+            await made.get()
 
 
 # --- several choices ---

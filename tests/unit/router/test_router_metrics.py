@@ -9,7 +9,7 @@ import pytest
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as openmetrics_families
 from prometheus_client.parser import text_string_to_metric_families
 
-from router.metrics import RouterMetrics, Timeline
+from router.metrics import RouterMetrics, Summary, Timeline
 from shell.telemetry.events import (
     Admitted,
     KvArrived,
@@ -253,3 +253,36 @@ def test_latencies_of_a_recorded_trace_name_it(scene: Scene, flags: str, shown: 
     assert [scene.traces(f"tandem_{stage}_seconds") for stage in stages] == [shown] * len(stages)
     assert scene.traces("vllm:e2e_request_latency_seconds") == shown
     assert scene.traces("tandem_inter_token_seconds") == set()
+
+
+def test_a_summary_counts_from_arrival_and_replays_add_only_their_transfers(scene: Scene) -> None:
+    request = scene.request()
+    scene.clock.advance_s(4)
+    request.hear(PromptComputed(queue_s=1.5, prefill_s=2.0, cached_tokens=3))
+    request.hear(TokensArrived(1))
+    request.hear(KvArrived(100, 0.25))
+    scene.clock.advance_s(2)
+    request.hear(PromptComputed(queue_s=14.0, prefill_s=9.0, cached_tokens=6))
+    request.hear(KvArrived(50, 0.5))
+    request.hear(TokensArrived(1))
+    scene.clock.advance_s(1)
+    assert request.summary(7, 2) == Summary(
+        prompt_tokens=7,
+        completion_tokens=2,
+        queue_s=1.5,
+        prefill_s=2.0,
+        transfer_s=0.75,
+        first_token_s=4.0,
+        total_s=6.0,
+        transfer_bytes=150,
+        cached_tokens=3,
+    )
+
+
+def test_the_total_runs_until_the_last_token_and_without_one_until_now(scene: Scene) -> None:
+    request = scene.request()
+    scene.clock.advance_s(2)
+    assert request.total_s == 2.0
+    request.hear(TokensArrived(1))
+    scene.clock.advance_s(5)
+    assert request.total_s == 2.0

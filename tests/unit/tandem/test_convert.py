@@ -79,10 +79,6 @@ DELTAS: st.SearchStrategy[TokenDelta] = st.builds(
     finish_reason=st.none() | st.sampled_from(FinishReason),
     score=st.none() | FLOAT32,
 ).map(lambda delta: delta._replace(logprobs=delta.logprobs[: len(delta.token_ids)]))
-INFO_NAMES = (
-    *("worker_id", "incarnation", "address", "model", "device"),
-    *("config_fingerprint", "model_fingerprint", "layout_fingerprint"),
-)
 INFOS: st.SearchStrategy[WorkerInfo] = st.builds(
     WorkerInfo,
     **cast(

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from worker.budget import FEW_STEPS, LATE, MARGIN, OWN_STEPS, ChunkBudget, PromptInLine
+from worker.budget import FEW_STEPS, ChunkBudget
 
 CHUNK = 512
 GRAIN_TOKENS = 4
@@ -40,28 +40,16 @@ def test_a_step_with_a_chunk_takes_no_longer_than_the_objective() -> None:
     for objective_s in (0.03, 0.05, 0.1):
         tokens = learned(objective_s).tokens(8, 1)
         assert tokens % GRAIN_TOKENS == 0
-        longest_s = MARGIN * objective_s
-        assert longest_s - GRAIN_TOKENS / 4000 - 1e-4 <= 0.02 + tokens / 4000 <= longest_s + 1e-4
+        assert objective_s - GRAIN_TOKENS / 4000 - 1e-4 <= 0.02 + tokens / 4000 <= objective_s + 1e-4
 
 
-def test_without_an_objective_of_its_own_a_step_may_be_a_multiple_of_a_decode_step() -> None:
+def test_without_an_objective_of_its_own_a_step_may_be_a_multiple_of_the_shortest_decode_step() -> None:
     budget = learned()
-    assert budget.objective_s(8) == pytest.approx(FEW_STEPS * 0.02)
     assert 0.02 + budget.tokens(8, 1) / 4000 <= FEW_STEPS * 0.02
     for _ in range(100):
         budget.step_took(60, 0, 0.08)
-    assert budget.objective_s(8) == pytest.approx(FEW_STEPS * 0.02)
-    assert budget.objective_s(60) == pytest.approx(OWN_STEPS * 0.08)  # more than callers expect, but prompts advance
-
-
-def test_a_step_before_a_sequence_begins_to_decode_is_as_long_as_one_beside_it() -> None:
-    budget = learned(0.05)
-    assert budget.tokens(0, 1, is_awaited=True) == 4000 * MARGIN * 0.05 // GRAIN_TOKENS * GRAIN_TOKENS
-    assert budget.tokens(8, 1, is_awaited=True) == budget.tokens(8, 1)
-    assert learned(0.05, 3.0).tokens(0, 3, is_awaited=True) == CHUNK  # prompts wait for too long
-    small = CHUNK // 8
-    for objective_s in (None, 0.0, 1.0):
-        assert ChunkBudget(CHUNK, objective_s, 3.0, small).tokens(0, 3, is_awaited=True) <= small
+    assert budget.step_objective_s == pytest.approx(FEW_STEPS * 0.02)
+    assert budget.tokens(60, 1) == GRAIN_TOKENS
 
 
 def test_prompts_advance_however_tight_the_objective_is() -> None:
@@ -90,47 +78,28 @@ def test_chunks_are_whole_for_a_line_that_not_even_the_whole_worker_serves_in_ti
 def test_the_worst_off_of_a_line_waits_so_many_times_its_own_time() -> None:
     budget = learned(decode_s=0.001, per_s=1000.0)  # a step as long as a token
     assert budget.wait_ratio([]) == 0
-    assert budget.wait_ratio(in_line(700)) == 1
-    assert budget.wait_ratio(in_line(*[255] * 8)) == pytest.approx(2041 / 256)
-    assert budget.wait_ratio(in_line(9, 89, 1999)) == pytest.approx(99 / 90)
-    assert budget.wait_ratio(in_line(1999, 49)) == pytest.approx(2049 / 50)
+    assert budget.wait_ratio([700]) == 1
+    assert budget.wait_ratio([255] * 8) == pytest.approx(2041 / 256)
+    assert budget.wait_ratio([9, 89, 1999]) == pytest.approx(99 / 90)
+    assert budget.wait_ratio([1999, 49]) == pytest.approx(2049 / 50)
 
 
 def test_a_prompt_s_own_time_is_at_least_a_step_as_long_as_it_was_measured() -> None:
     slow_steps = learned(decode_s=0.027, per_s=7800.0)  # a large model on a fast processor: as long as 210 tokens
     fast_steps = learned(decode_s=0.012, per_s=1250.0)
-    line = in_line(2000, 30)
+    line = [2000, 30]
     assert slow_steps.wait_ratio(line) == pytest.approx((2030 + 210.6) / (30 + 210.6))
     assert fast_steps.wait_ratio(line) == pytest.approx((2030 + 15) / (30 + 15))
-    assert ChunkBudget(512).wait_ratio(in_line(320, 1)) == pytest.approx(353 / 33)
-
-
-def in_line(*prompts: int) -> list[PromptInLine]:
-    """Prompts that have just come."""
-    return [PromptInLine(each, each, 0) for each in prompts]
-
-
-def test_the_last_prompts_of_a_crowd_are_computed_at_full_speed_though_their_line_is_short() -> None:
-    budget = learned(None, 3.0)
-    rest = PromptInLine(256, 256, waited_tokens=7 * 256)
-    assert budget.wait_ratio([rest]) == LATE * 3.0
-    assert budget.tokens(8, budget.wait_ratio([rest])) == CHUNK
-
-
-def test_prompts_that_waited_for_less_get_what_their_line_needs() -> None:
-    budget = learned(None, 3.0)
-    assert budget.wait_ratio([PromptInLine(256, 256, 2 * 256)]) == budget.wait_ratio(in_line(256))
-    assert budget.wait_ratio([PromptInLine(16, 2048, 2032)]) == 1, "its own chunks are no waiting"
 
 
 def test_when_mixed_steps_take_longer_than_expected_the_next_ones_get_less() -> None:
     budget = learned(0.04)
     before = budget.tokens(8, 1)
-    for _ in range(8):  # the rate of prompts changes slowly, their context quickly
+    for _ in range(100):
         budget.step_took(8, before, 0.06)
     assert budget.tokens(8, 1) < 0.6 * before
-    for _ in range(40):
-        budget.step_took(8, before, 0.036)
+    for _ in range(100):
+        budget.step_took(8, before, 0.04)
     assert budget.tokens(8, 1) == pytest.approx(before, rel=0.15)
 
 
@@ -140,13 +109,13 @@ def test_a_decode_step_that_was_never_seen_alone_is_told_from_mixed_ones() -> No
         budget.step_took(0, CHUNK, CHUNK / 4000)
         budget.step_took(8, 32, 0.02 + 32 / 4000)
     assert budget.step_s == pytest.approx(0.02)
-    assert 0.02 + budget.tokens(8, 1) / 4000 <= 0.06
+    assert 0.02 + budget.tokens(8, 1) / 4000 <= 0.06 + 1e-4
 
 
 def test_a_whole_chunk_beside_a_stream_tells_nothing_of_how_long_decodes_take() -> None:
     budget = learned()
     budget.step_took(1, CHUNK, 0.64)
-    assert budget.objective_s(1) == pytest.approx(FEW_STEPS * 0.02)
+    assert budget.step_objective_s == pytest.approx(FEW_STEPS * 0.02)
 
 
 def test_steps_that_other_processes_slowed_down_count_less() -> None:
@@ -164,7 +133,7 @@ def test_a_size_that_was_not_seen_is_taken_for_the_next_one() -> None:
 def test_what_is_reported_is_what_prompts_get_as_things_are() -> None:
     budget = learned(0.04)
     assert budget.prompt_tokens_per_s(0, 1) == pytest.approx(4000)
-    assert budget.prompt_tokens_per_s(8, 1) == pytest.approx(1800, rel=0.1)
+    assert budget.prompt_tokens_per_s(8, 1) == pytest.approx(2000)
     assert (budget.step_s, budget.step_objective_s) == (pytest.approx(0.02), 0.04)
     nothing = ChunkBudget(CHUNK)
     assert (nothing.prompt_tokens_per_s(8, 1), nothing.step_s, nothing.step_objective_s) == (0, 0, 0)

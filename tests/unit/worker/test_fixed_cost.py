@@ -13,7 +13,7 @@ from itertools import pairwise
 
 import pytest
 
-from worker.budget import FIXED_TIMES, ChunkBudget, PromptInLine
+from worker.budget import FIXED_TIMES, ChunkBudget
 
 CHUNK, ALONE = 2048, 4096
 TOKENS_PER_S = 43_000.0
@@ -40,8 +40,6 @@ def hiding(fixed_s: float, num_decodes: int, num_prompt_tokens: int) -> float:
 
 @dataclass
 class Prompt:
-    came_s: float
-    came_after_tokens: int
     num_left: int = PROMPT_TOKENS
 
 
@@ -80,7 +78,7 @@ def run(step_time: StepTime, fixed_ms: float, objective_s: float | None = None, 
     while num_ended < REQUESTS:
         if not line and not streams:
             now_s = max(now_s, min(arrivals))
-        line += [Prompt(at_s, budget.num_prompt_tokens) for at_s in sorted(arrivals) if at_s <= now_s]
+        line += [Prompt() for at_s in arrivals if at_s <= now_s]
         arrivals = [at_s for at_s in arrivals if at_s > now_s]
         num_decodes, num_prompt_tokens = len(streams), _compute(budget, line, len(streams))
         seconds = step_time(fixed_ms / 1000, num_decodes, num_prompt_tokens)
@@ -107,10 +105,7 @@ def _compute(budget: ChunkBudget, line: list[Prompt], num_decodes: int) -> int:
     """Gives the prompts of the line their tokens of the next step; returns how many."""
     if not line:
         return 0
-    waiting = [
-        PromptInLine(each.num_left, PROMPT_TOKENS, budget.num_prompt_tokens - each.came_after_tokens) for each in line
-    ]
-    left = most = budget.tokens(num_decodes, budget.wait_ratio(waiting))
+    left = most = budget.tokens(num_decodes, budget.wait_ratio(each.num_left for each in line))
     for prompt in line:
         tokens = min(prompt.num_left, left)
         prompt.num_left, left = prompt.num_left - tokens, left - tokens

@@ -72,13 +72,6 @@ def test_what_is_older_than_the_window_is_forgotten(recent: RecentLatencies, clo
     assert named(recent, "end_to_end").count == 0
 
 
-def test_a_slot_that_comes_round_again_starts_empty(recent: RecentLatencies, clock: ManualClock) -> None:
-    recent.finished(1.0)
-    clock.advance_s(60)
-    recent.finished(2.0)
-    assert named(recent, "end_to_end").count == 1
-
-
 def test_rates_of_a_young_process_count_from_its_start(recent: RecentLatencies, clock: ManualClock) -> None:
     clock.advance_s(10)
     recent.first_token(0.1)
