@@ -85,7 +85,7 @@ class _Size:
     async def warm_up(self) -> None:
         """Connects, and whatever else happens once."""
         for pair in self._pairs:
-            self._connect_s[pair.spec.transport] = await pair.hand_over(pair.spec.num_blocks)
+            self._connect_s[pair.spec.transport] = await pair.hand_off(pair.spec.num_blocks)
         for ceiling in self._ceilings().values():
             ceiling()
 
@@ -93,10 +93,10 @@ class _Size:
         """Each once, in turn."""
         for pair in self._pairs:
             name = pair.spec.transport
-            self._add(name, await pair.hand_over(pair.spec.num_blocks))
+            self._add(name, await pair.hand_off(pair.spec.num_blocks))
             for _ in range(FIXED_PER_ROUND):
-                self._add(f"{name} one block", await pair.hand_over(1))
-                self._add(f"{name} empty", await pair.hand_over(0))
+                self._add(f"{name} one block", await pair.hand_off(1))
+                self._add(f"{name} empty", await pair.hand_off(0))
         for name, ceiling in self._ceilings().items():
             self._add(name, ceiling())
 

@@ -132,7 +132,7 @@ class Pair:
         tls = None if spec.tls is None else spec.tls.client()
         self._sender = KvSender(memory, spec.prints(), MonotonicClock(), spec.transport, tls=tls)
 
-    async def hand_over(self, num_blocks: int) -> float:
+    async def hand_off(self, num_blocks: int) -> float:
         """Hands the first `num_blocks` over; 0 = nothing travels but COMMIT.
 
         Returns the seconds from `open` to COMMITTED; the first call's hold connecting.

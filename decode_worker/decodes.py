@@ -21,8 +21,8 @@ from dataclasses import replace
 
 from decode_worker.admission import Admission
 from decode_worker.growth import Growth
-from decode_worker.hand_overs import HandOvers
 from decode_worker.incoming_transfers import IncomingTransfers
+from decode_worker.moves import Moves
 from decode_worker.policy import WorkerPolicy
 from decode_worker.running_batch import RunningBatch
 from engine.beam_group import BeamGroup, candidates_of
@@ -73,7 +73,7 @@ class Decodes:
         self._batch = RunningBatch(parts.cache, policy.limits, growth, budget, releases, prompts)
         self._admission = Admission(policy, parts.cache, growth, self._batch, self._transfers, prompts, parts.engine)
         self._queue = self._admission.queue
-        self._hand_overs = HandOvers(self._batch, parts.cache, sender, owner.end, owner.changed)
+        self._moves = Moves(self._batch, parts.cache, sender, owner.end, owner.changed)
         self._live: dict[Request, None] = {}
         """Requests that have not ended, in order of arrival."""
         self._draining = False
@@ -87,7 +87,7 @@ class Decodes:
     def is_settled(self) -> bool:
         """Whether no request is here, and every router knows what became of its requests."""
         is_empty = not (self._live or len(self._queue) or len(self._transfers) or len(self._batch))
-        return is_empty and self._hand_overs.is_settled
+        return is_empty and self._moves.is_settled
 
     def add_to(self, load: WorkerLoad) -> WorkerLoad:
         """Returns the load with that of this source; each choice counts as a sequence."""
@@ -105,7 +105,7 @@ class Decodes:
 
     def waits(self, *, line_moves: bool) -> Iterator[Wait]:
         """See `Source`."""
-        yield from ((request, WaitReason.HANDOFF) for request in (*self._transfers, *self._hand_overs))
+        yield from ((request, WaitReason.HANDOFF) for request in (*self._transfers, *self._moves))
         yield from self._batch.running_waits()
         yield from ((request, WaitReason.ROOM) for request in self._live if request.group.awaits_guides)
         if line_moves:
@@ -119,12 +119,12 @@ class Decodes:
         if self._draining:
             self.drain()
         else:
-            self._hand_overs.relieve(self._live, self._parts.clock.now_s())
+            self._moves.relieve(self._live, self._parts.clock.now_s())
 
     def drain(self, *, again: bool = False) -> None:
         """See `DecodeSource`."""
         self._draining = True
-        self._hand_overs.tell(self._live, again=again)
+        self._moves.tell(self._live, again=again)
 
     # --- a request's way ---
 
@@ -151,7 +151,7 @@ class Decodes:
 
     def admit(self) -> None:
         """See `DecodeSource`."""
-        self._hand_overs.steps_ended()
+        self._moves.steps_ended()
         while (request := self._admission.next_reservation()) is not None:
             try:
                 if request.owes_prefill_done:
@@ -178,20 +178,20 @@ class Decodes:
         if num_tokens > request.max_local_tokens:
             raise PrefixNotHeld(f"{num_tokens} tokens would be computed here, {request.max_local_tokens} may be")
 
-    def hand_over(self, request: Request, to: Destination) -> None:
+    def move(self, request: Request, to: Destination) -> None:
         """See `DecodeSource`."""
-        self._hand_overs.begin(request, to)
+        self._moves.begin(request, to)
 
     def released(self, router: RouterPort, handle: Handle | None = None) -> None:
         """See `DecodeSource`."""
-        self._hand_overs.released(router, handle)
+        self._moves.released(router, handle)
 
     def forget(self, request: Request, error: TandemError | None) -> None:
         """See `Source`. Blocks are free at once, or when the last step or writer that touches them has stopped."""
         del self._live[request]
         self._transfers.withdraw(request)
-        self._hand_overs.forget(request)
-        failed = error is not None or self._hand_overs.pushes(request)
+        self._moves.forget(request)
+        failed = error is not None or self._moves.pushes(request)
         self._admission.ended(request, in_batch=request in self._batch, failed=failed)
         self._batch.leave(request)
         for table in request.group.take_blocks():  # what it held while the rest was to be received
@@ -256,7 +256,7 @@ class Decodes:
         group.follow(self._cache)
         self._follow(request, group.sequences)
         self._batch.join(request)
-        self._hand_overs.landed(request, first_tokens, self._parts.clock.now_s())
+        self._moves.landed(request, first_tokens, self._parts.clock.now_s())
         if group.is_finished:
             if isinstance(group, BeamGroup):
                 request.tell_found(group)

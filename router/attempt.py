@@ -275,7 +275,7 @@ class Attempt:
                 self._prefill.link.grant(self._prefill.handle, ticket, kv_endpoint)
             else:
                 self._moves = True
-                self._prefill.link.hand_over(self._prefill.handle, self._group.choices, ticket, kv_endpoint)
+                self._prefill.link.move(self._prefill.handle, self._group.choices, ticket, kv_endpoint)
         self._hear(sender, wake=True)
 
     def prompt_logprobs(self, sender: WorkerInfo, offset: int, logprobs: Sequence[TokenLogprobs]) -> None:

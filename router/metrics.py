@@ -10,20 +10,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from shell.clock import Clock
+from shell.telemetry import events
 from shell.telemetry import metric_names as names
-from shell.telemetry.events import (
-    Admitted,
-    KvArrived,
-    Placed,
-    PromptComputed,
-    RequestBegan,
-    RequestEnded,
-    RequestEvent,
-    RequestRefused,
-    RouterEvent,
-    TokensArrived,
-    TryFailed,
-)
 from shell.telemetry.metrics import Metrics
 from shell.telemetry.recent_latencies import RecentLatencies
 from shell.telemetry.trace_context import sampled_trace_id_of
@@ -58,9 +46,9 @@ class RouterMetrics:
         self.prompt_sizes = metrics.histogram(names.REQUEST_PROMPT_TOKENS)
         self.completion_sizes = metrics.histogram(names.REQUEST_COMPLETION_TOKENS)
 
-    def hear(self, event: RouterEvent) -> None:
+    def hear(self, event: events.RouterEvent) -> None:
         """A listener of the process."""
-        if isinstance(event, RequestRefused):
+        if isinstance(event, events.RequestRefused):
             self.refusals.add(1, event.error.reason)
 
 
@@ -117,14 +105,14 @@ class Timeline:
         """Arrival to the last token; to now, as long as none came."""
         return (self._of.clock.now_s() if self._first_s is None else self._last_s) - self.arrived_s
 
-    def begin(self, event: RequestBegan) -> None:
+    def begin(self, event: events.RequestBegan) -> None:
         """The request was read."""
         self._trace_id = sampled_trace_id_of(event.traceparent)
         self._num_prompt_tokens = event.num_prompt_tokens
 
-    def hear(self, event: RequestEvent) -> None:
+    def hear(self, event: events.RequestEvent) -> None:
         """A listener of the request. Tokens come most often."""
-        if not isinstance(event, TokensArrived):
+        if not isinstance(event, events.TokensArrived):
             self._hear_stage(event)
             return
         of, num_tokens, index = self._of, event.num_tokens, event.index
@@ -142,28 +130,28 @@ class Timeline:
             of.recent.inter_token(gap_s, num_tokens)
         self._last_of[index] = self._last_s = now_s
 
-    def _hear_stage(self, event: RequestEvent) -> None:
+    def _hear_stage(self, event: events.RequestEvent) -> None:
         of = self._of
         match event:
-            case Admitted():
+            case events.Admitted():
                 self._admitted = True
                 of.admission_s.observe(of.clock.now_s() - self.arrived_s, trace_id=self._trace_id)
-            case Placed():
+            case events.Placed():
                 is_move = event.reason is PlacementReason.MOVED
                 path = "local" if event.prefill is None else "handed_over" if is_move else "disaggregated"
                 of.placements.add(1, path)
                 of.placement_reasons.add(1, event.reason)
                 of.recent.placed(event.reason)
                 of.prefix_placements.add(1, event.prefix_at)
-            case PromptComputed() if self._queue_s is None:  # else a replay
+            case events.PromptComputed() if self._queue_s is None:  # else a replay
                 self._prompt_computed(event)
-            case KvArrived(num_bytes, seconds):
+            case events.KvArrived(num_bytes, seconds):
                 self._transfer_bytes += num_bytes
                 self._transfer_s += seconds
                 of.transfer_s.observe(seconds, trace_id=self._trace_id)
-            case TryFailed(culprit, error):
+            case events.TryFailed(culprit, error):
                 of.failed_tries.add(1, culprit.role, error.reason)
-            case RequestEnded():
+            case events.RequestEnded():
                 self._ended(event)
 
     def summary(self, prompt_tokens: int, completion_tokens: int) -> Summary:
@@ -180,7 +168,7 @@ class Timeline:
             cached_tokens=self.cached_tokens,
         )
 
-    def _prompt_computed(self, event: PromptComputed) -> None:
+    def _prompt_computed(self, event: events.PromptComputed) -> None:
         of = self._of
         self._queue_s, self._prefill_s, self.cached_tokens = event.queue_s, event.prefill_s, event.cached_tokens
         of.queue_s.observe(event.queue_s, trace_id=self._trace_id)
@@ -189,7 +177,7 @@ class Timeline:
         of.cached_tokens.add(event.cached_tokens)
         of.prompt_sizes.observe(self._num_prompt_tokens)
 
-    def _ended(self, event: RequestEnded) -> None:
+    def _ended(self, event: events.RequestEnded) -> None:
         of, total_s, reasons = self._of, self.total_s, event.finish_reasons
         if reasons:
             of.requests.add(1, FinishReason.LENGTH if FinishReason.LENGTH in reasons else reasons[0])

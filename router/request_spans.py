@@ -12,19 +12,7 @@ from __future__ import annotations
 
 from opentelemetry.trace import Span, Tracer, get_current_span, set_span_in_context
 
-from shell.telemetry.events import (
-    Admitted,
-    Placed,
-    PromptComputed,
-    RequestBegan,
-    RequestEnded,
-    RequestEvent,
-    RequestListener,
-    RequestRefused,
-    RouterEvent,
-    TokensArrived,
-    TryFailed,
-)
+from shell.telemetry import events
 from shell.telemetry.trace_context import CANCELLED, context_of, mark_failed, traceparent_of
 from tandem.types import Language, PlacementReason, SamplingParams
 
@@ -38,12 +26,12 @@ class RequestSpans:
         self._tracer = tracer
         self._model = model
 
-    def hear(self, event: RouterEvent) -> None:
+    def hear(self, event: events.RouterEvent) -> None:
         """A listener of the process: a request that was refused has no span but its call's."""
-        if isinstance(event, RequestRefused):
+        if isinstance(event, events.RequestRefused):
             get_current_span().set_attribute("tandem.error.reason", event.error.reason.value)
 
-    def begin(self, event: RequestBegan) -> tuple[str, RequestListener | None]:
+    def begin(self, event: events.RequestBegan) -> tuple[str, events.RequestListener | None]:
         """Returns the trace context that is the parent of workers' spans, and the listener of the request, if any."""
         if self._tracer is None:
             return event.traceparent, None
@@ -71,26 +59,26 @@ class _RequestSpan:
         self._queue: Span | None = tracer.start_span("queue", set_span_in_context(span))
         self._has_prompt = self._has_tokens = False
 
-    def hear(self, event: RequestEvent) -> None:
+    def hear(self, event: events.RequestEvent) -> None:
         match event:
-            case TokensArrived():
+            case events.TokensArrived():
                 if not self._has_tokens:
                     self._has_tokens = True
                     self._span.add_event("first_token")
-            case Admitted():
+            case events.Admitted():
                 self._leave_queue()
-            case Placed():
+            case events.Placed():
                 self._placed(event)
-            case PromptComputed():
+            case events.PromptComputed():
                 if not self._has_prompt:  # of a replay, the first try's figure stands
                     self._has_prompt = True
                     self._span.set_attribute("gen_ai.usage.cache_read.input_tokens", event.cached_tokens)
-            case TryFailed(culprit, error):
+            case events.TryFailed(culprit, error):
                 self._span.add_event("moved", {"tandem.worker_id": culprit.worker_id, "error.type": error.reason})
-            case RequestEnded():
+            case events.RequestEnded():
                 self._ended(event)
 
-    def _placed(self, event: Placed) -> None:
+    def _placed(self, event: events.Placed) -> None:
         workers = {"tandem.decode.worker_id": event.decode.worker_id}
         if event.prefill is not None:
             name = "source" if event.reason is PlacementReason.MOVED else "prefill"
@@ -98,7 +86,7 @@ class _RequestSpan:
         self._span.add_event("placed", workers)
         self._span.set_attribute("tandem.placement.reason", event.reason.value)
 
-    def _ended(self, end: RequestEnded) -> None:
+    def _ended(self, end: events.RequestEnded) -> None:
         failure = None
         if end.error is not None:
             failure = end.error.reason.value

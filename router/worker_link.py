@@ -134,7 +134,7 @@ class WorkerLink:
             grant = worker_pb2.Grant(handle=handle, ticket=ticket, kv_endpoint=kv_endpoint)
             self._enqueue(worker_pb2.ConnectRequest(grant=grant))
 
-    def hand_over(
+    def move(
         self, handle: Handle, choices: Sequence[worker_pb2.GroupChoice], ticket: bytes, kv_endpoint: bytes
     ) -> None:
         """Tells a decode worker where the KV of a running request goes. A no-op if the request has ended there.

@@ -180,9 +180,9 @@ class CoreLink(RouterPort):
     def grant(self, handle: Handle, ticket: bytes, kv_endpoint: bytes) -> None:
         self._core.grant(self, handle, ticket, kv_endpoint)
 
-    def hand_over(self, handle: Handle, choices: Sequence[Any], ticket: bytes, kv_endpoint: bytes) -> None:
+    def move(self, handle: Handle, choices: Sequence[Any], ticket: bytes, kv_endpoint: bytes) -> None:
         known = {each.index: len(each.output_token_ids) for each in choices}
-        self._core.hand_over(self, handle, Destination(frozenset(known), min(known.values()), ticket, kv_endpoint))
+        self._core.move(self, handle, Destination(frozenset(known), min(known.values()), ticket, kv_endpoint))
 
     def listen(self, handle: Handle, listener: GroupListener) -> bool:
         if handle not in self._listeners:

@@ -167,7 +167,7 @@ class Worker:
         if request is not None and request.for_another:
             self._prompts.grant(request, ticket, kv_endpoint)
 
-    def hand_over(self, session: RouterPort, handle: Handle, to: Destination) -> None:
+    def move(self, session: RouterPort, handle: Handle, to: Destination) -> None:
         """Gives a running request to another worker; a request that cannot leave fails, to be replayed.
 
         Raises InvalidRequest, which ends the stream, on a worker that does not decode.
@@ -177,7 +177,7 @@ class Worker:
         request = self._requests.get((session, handle))
         if request is not None:
             try:
-                self._decodes.hand_over(request, to)
+                self._decodes.move(request, to)
             except TandemError as error:
                 self.end(request, error)
 

@@ -135,7 +135,7 @@ class RouterPort(Protocol):
     def leaving(self, handle: Handle) -> None:
         """Decode worker: it drains or is overloaded, and would hand this running request over.
 
-        Answered by `WorkerCore.hand_over`.
+        Answered by `WorkerCore.move`.
         """
 
     def waiting(self, reason: WaitReason, handles: Sequence[Handle]) -> None:
@@ -186,7 +186,7 @@ class WorkerCore(Protocol):
     def grant(self, session: RouterPort, handle: Handle, ticket: bytes, kv_endpoint: bytes) -> None:
         """Prefill worker: where its KV goes, both as minted by the decode worker. A no-op for an unknown handle."""
 
-    def hand_over(self, session: RouterPort, handle: Handle, to: Destination) -> None:
+    def move(self, session: RouterPort, handle: Handle, to: Destination) -> None:
         """Decode worker: gives a running request to another one; a no-op for an unknown handle.
 
         Of each choice fewer tokens are known there than have been told.

@@ -125,7 +125,7 @@ class DecodeSource(Source, Protocol):
     def drain(self, *, again: bool = False) -> None:
         """Offers running requests to other workers; `again`: also those that were offered before."""
 
-    def hand_over(self, request: Request, to: Destination) -> None:
+    def move(self, request: Request, to: Destination) -> None:
         """Gives a running request to another worker. Raises what makes the request fail."""
 
     def released(self, router: RouterPort, handle: Handle | None = None) -> None:

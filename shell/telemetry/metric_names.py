@@ -7,6 +7,8 @@ against this file, and so is every dashboard, rule and autoscaler under deploy/.
 
 from __future__ import annotations
 
+from functools import partial
+
 from shell.telemetry.metric import DECODING, EVERYWHERE, WORKERS, Metric, Process, one_two_five
 from tandem.errors import Reason
 from tandem.lifecycle import BlockState
@@ -21,13 +23,12 @@ STEP_S = (
 TOKENS = one_two_five(200_000)
 SEQS = (1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0, 128.0, 256.0, 512.0)
 
-_ROUTER = (Process.ROUTER,)
-_PREFILL = (Process.PREFILL,)
-
-
-def _latency(name: str, text: str, on: tuple[Process, ...] = _ROUTER) -> Metric:
-    return Metric(name, text, on, buckets=LATENCY_S)
-
+_everywhere = partial(Metric, on=EVERYWHERE)
+_router = partial(Metric, on=(Process.ROUTER,))
+_latency = partial(Metric, on=(Process.ROUTER,), buckets=LATENCY_S)
+_worker = partial(Metric, on=WORKERS)
+_decoding = partial(Metric, on=DECODING)
+_prefill = partial(Metric, on=(Process.PREFILL,))
 
 _LOST_ON_THE_WAY = (
     *(Reason.TRANSFER_FAILED, Reason.TICKET_REFUSED, Reason.CHECKSUM_MISMATCH),
@@ -47,34 +48,28 @@ _REFUSALS = (
 
 # --- every process ---
 
-BUILD_INFO = Metric(
+BUILD_INFO = _everywhere(
     "tandem_build_info",
     "Always 1; the labels say what runs here.",
-    EVERYWHERE,
-    {"version": (), "role": (), "model": (), "worker_id": ()},
+    labels={"version": (), "role": (), "model": (), "worker_id": ()},
 )
-SERVING = Metric("tandem_serving", "1 while health tells SERVING.", EVERYWHERE)
-DRAINING = Metric("tandem_draining", "1 while no new work is taken because the process drains.", EVERYWHERE)
-CERTIFICATE_EXPIRY = Metric(
+SERVING = _everywhere("tandem_serving", "1 while health tells SERVING.")
+DRAINING = _everywhere("tandem_draining", "1 while no new work is taken because the process drains.")
+CERTIFICATE_EXPIRY = _everywhere(
     "tandem_tls_certificate_expiry_timestamp_seconds",
-    "Unix time at which the certificate of this port ends; nothing without TLS.",
-    EVERYWHERE,
+    "Unix time at which this port's certificate ends; nothing without TLS.",
 )
-LOOP_LAG = _latency("tandem_event_loop_lag_seconds", "How late a timer of the event loop fires.", EVERYWHERE)
-LOG_LINES_DROPPED = Metric(
-    "tandem_log_lines_dropped_total", "Lines of the log that standard error did not take in time.", EVERYWHERE
-)
-GRPC_CALLS = Metric(
+LOOP_LAG = _everywhere("tandem_event_loop_lag_seconds", "How late a timer of the event loop fires.", buckets=LATENCY_S)
+LOG_LINES_DROPPED = _everywhere("tandem_log_lines_dropped_total", "Log lines that standard error did not take in time.")
+GRPC_CALLS = _everywhere(
     "tandem_grpc_server_calls_total",
     "gRPC calls that this server ended, by status code.",
-    EVERYWHERE,
-    {"service": (), "method": (), "code": ()},
+    labels={"service": (), "method": (), "code": ()},
 )
-GRPC_IN_FLIGHT = Metric(
+GRPC_IN_FLIGHT = _everywhere(
     "tandem_grpc_server_calls_in_flight",
     "gRPC calls that this server is handling.",
-    EVERYWHERE,
-    {"service": (), "method": ()},
+    labels={"service": (), "method": ()},
 )
 
 # --- router ---
@@ -82,81 +77,54 @@ GRPC_IN_FLIGHT = Metric(
 OUTCOMES = (*(str(each) for each in FinishReason), "failed", "cancelled")
 WORKER_STATES = ("ready", "set_apart", "set_aside", "draining", "stalled", "unreachable")
 
-ROUTER_QUEUED_REQUESTS = Metric(
-    "tandem_router_queued_requests", "Requests that wait for admission at the router.", _ROUTER
-)
-ROUTER_QUEUED_TOKENS = Metric(
-    "tandem_router_queued_prompt_tokens", "Prompt tokens of the requests that wait for admission.", _ROUTER
-)
-ROUTER_ACTIVE_REQUESTS = Metric(
-    "tandem_router_active_requests", "Requests that were admitted and have not ended.", _ROUTER
-)
-ROUTER_MAX_ACTIVE = Metric("tandem_router_max_active_requests", "Requests that may be under way at a time.", _ROUTER)
-ROUTER_MAX_QUEUED = Metric("tandem_router_max_queued_requests", "Requests that may wait for admission.", _ROUTER)
-ROUTER_WORKERS = Metric(
+ROUTER_QUEUED_REQUESTS = _router("tandem_router_queued_requests", "Requests that wait for admission at the router.")
+ROUTER_QUEUED_TOKENS = _router("tandem_router_queued_prompt_tokens", "Prompt tokens of the requests that wait there.")
+ROUTER_ACTIVE_REQUESTS = _router("tandem_router_active_requests", "Requests that were admitted and have not ended.")
+ROUTER_MAX_ACTIVE = _router("tandem_router_max_active_requests", "Requests that may be under way at a time.")
+ROUTER_MAX_QUEUED = _router("tandem_router_max_queued_requests", "Requests that may wait for admission.")
+ROUTER_WORKERS = _router(
     "tandem_router_workers",
-    "Workers registered with this router; those that are ready get new work, and if there are none, those set aside; "
-    "those set apart have another model or KV layout.",
-    _ROUTER,
-    {"worker_role": Role, "state": WORKER_STATES},
+    "Registered workers; ready ones get new work, or else those set aside; set apart = another model or layout.",
+    labels={"worker_role": Role, "state": WORKER_STATES},
 )
-ROUTER_PAIRS_SET_ASIDE = Metric(
-    "tandem_router_pairs_set_aside",
-    "Pairs of workers that get no new work, for hand-offs between them failed.",
-    _ROUTER,
+ROUTER_PAIRS_SET_ASIDE = _router(
+    "tandem_router_pairs_set_aside", "Pairs that get no new work: hand-offs between them failed."
 )
-REQUESTS = Metric(
-    "tandem_requests_total", "Requests that ended, those left out that were refused.", _ROUTER, {"outcome": OUTCOMES}
-)
-REQUEST_FAILURES = Metric(
+REQUESTS = _router("tandem_requests_total", "Requests that ended and were not refused.", labels={"outcome": OUTCOMES})
+REQUEST_FAILURES = _router(
     "tandem_request_failures_total",
     "Requests that failed after admission.",
-    _ROUTER,
-    {"reason": (*_TRY_FAILS, Reason.MODEL_CHANGED, Reason.INVALID_FIELD, Reason.DEADLINE_EXCEEDED)},
+    labels={"reason": (*_TRY_FAILS, Reason.MODEL_CHANGED, Reason.INVALID_FIELD, Reason.DEADLINE_EXCEEDED)},
 )
-REQUESTS_REFUSED = Metric(
-    "tandem_requests_refused_total", "Requests that were turned away before they ran.", _ROUTER, {"reason": _REFUSALS}
+REQUESTS_REFUSED = _router(
+    "tandem_requests_refused_total", "Requests refused before they ran.", labels={"reason": _REFUSALS}
 )
-PLACEMENTS = Metric(
+PLACEMENTS = _router(
     "tandem_request_placements_total",
-    "Pairs of workers chosen; local = the decode worker computes the prompt too; handed_over = another decode worker "
-    "takes over what runs, with its KV.",
-    _ROUTER,
-    {"path": ("disaggregated", "local", "handed_over")},
+    "Pairs of workers chosen; local = the decode worker computes the prompt; handed_over = a running request moves.",
+    labels={"path": ("disaggregated", "local", "handed_over")},
 )
-PLACEMENT_REASONS = Metric(
+PLACEMENT_REASONS = _router(
     "tandem_placement_total",
-    "Placements by why the prompt is computed where it is: by the worker that decodes it (local), by another one "
-    "(remote), or not at all because it is there (handed_over).",
-    _ROUTER,
-    {"reason": PlacementReason},
+    "Placements by why the prompt is computed by the decode worker (local), another (remote), or none (handed_over).",
+    labels={"reason": PlacementReason},
 )
-PREFIX_PLACEMENTS = Metric(
+PREFIX_PLACEMENTS = _router(
     "tandem_request_prefix_placements_total",
-    "Placements by where KV of the request's first tokens seemed to be: on a worker that was chosen, only on others, "
-    "or nowhere.",
-    _ROUTER,
-    {"at": PrefixAt},
+    "Placements by where KV of the request's first tokens seemed to be: a chosen worker, only others, or nowhere.",
+    labels={"at": PrefixAt},
 )
-FAILED_TRIES = Metric(
+FAILED_TRIES = _router(
     "tandem_request_moves_total",
     "Tries that failed on one pair of workers, by the role of the worker at fault.",
-    _ROUTER,
-    {"worker_role": Role, "reason": _TRY_FAILS},
+    labels={"worker_role": Role, "reason": _TRY_FAILS},
 )
-PROMPT_TOKENS = Metric(
-    "tandem_prompt_tokens_total", "Prompt tokens of the requests whose prompt was computed.", _ROUTER
-)
-CACHED_PROMPT_TOKENS = Metric(
-    "tandem_cached_prompt_tokens_total", "Those of them whose KV a worker had already: nobody computed it.", _ROUTER
-)
-COMPLETION_TOKENS = Metric("tandem_completion_tokens_total", "Tokens generated for clients.", _ROUTER)
+PROMPT_TOKENS = _router("tandem_prompt_tokens_total", "Prompt tokens of the requests whose prompt was computed.")
+CACHED_PROMPT_TOKENS = _router("tandem_cached_prompt_tokens_total", "Those of them whose KV a worker had already.")
+COMPLETION_TOKENS = _router("tandem_completion_tokens_total", "Tokens generated for clients.")
 TIME_TO_FIRST_TOKEN = _latency("tandem_time_to_first_token_seconds", "A request's arrival to its first token.")
-INTER_TOKEN = Metric(
-    "tandem_inter_token_seconds",
-    "Gap between one token of a request and the next, as they reach the router.",
-    _ROUTER,
-    buckets=STEP_S,
+INTER_TOKEN = _router(
+    "tandem_inter_token_seconds", "Gap between a request's tokens as they reach the router.", buckets=STEP_S
 )
 REQUEST_SECONDS = _latency("tandem_request_seconds", "A finished request's arrival to its last token.")
 WITHOUT_TOKEN_SECONDS = _latency(
@@ -170,12 +138,12 @@ QUEUE_SECONDS = _latency(
 )
 PREFILL_SECONDS = _latency("tandem_request_prefill_seconds", "Computation of a request's prompt.")
 REQUEST_TRANSFER_SECONDS = _latency(
-    "tandem_request_transfer_seconds", "Time that the sender of a request's KV spent on moving it."
+    "tandem_request_transfer_seconds", "Time that the sender of a request's KV was busy."
 )
 DECODE_SECONDS = _latency("tandem_request_decode_seconds", "A finished request's first token to its last.")
-REQUEST_PROMPT_TOKENS = Metric("tandem_request_prompt_tokens", "Prompt tokens of a request.", _ROUTER, buckets=TOKENS)
-REQUEST_COMPLETION_TOKENS = Metric(
-    "tandem_request_completion_tokens", "Tokens generated for a finished request.", _ROUTER, buckets=TOKENS
+REQUEST_PROMPT_TOKENS = _router("tandem_request_prompt_tokens", "Prompt tokens of a request.", buckets=TOKENS)
+REQUEST_COMPLETION_TOKENS = _router(
+    "tandem_request_completion_tokens", "Tokens generated for a finished request.", buckets=TOKENS
 )
 
 # --- workers ---
@@ -183,136 +151,105 @@ REQUEST_COMPLETION_TOKENS = Metric(
 TIERS = ("host", "disk")
 """Where KV blocks go that the pool has no room for."""
 
-RUNNING_SEQS = Metric("tandem_running_seqs", "Sequences in the batch.", WORKERS)
-WAITING_SEQS = Metric("tandem_waiting_seqs", "Sequences that wait for room or for their turn.", WORKERS)
-WAITING_REQUESTS = Metric(
+RUNNING_SEQS = _worker("tandem_running_seqs", "Sequences in the batch.")
+WAITING_SEQS = _worker("tandem_waiting_seqs", "Sequences that wait for room or for their turn.")
+WAITING_REQUESTS = _worker(
     "tandem_waiting_requests",
-    "Requests that are held here and get no tokens now, by what they wait for.",
-    WORKERS,
-    {"reason": tuple(WaitReason)},
+    "Requests that get no tokens now, by what they wait for.",
+    labels={"reason": tuple(WaitReason)},
 )
-PREFILL_QUEUED_TOKENS = Metric(
-    "tandem_prefill_queued_prompt_tokens", "Prompt tokens on this prefill worker that are not computed yet.", _PREFILL
+PREFILL_QUEUED_TOKENS = _prefill(
+    "tandem_prefill_queued_prompt_tokens", "Prompt tokens that this worker has yet to compute."
 )
-DECODE_QUEUED_TOKENS = Metric(
+DECODE_QUEUED_TOKENS = _decoding(
     "tandem_decode_queued_prompt_tokens",
-    "Prompt tokens of sequences that wait for room on this decode worker, or that it has yet to compute.",
-    DECODING,
+    "Prompt tokens that wait for room on this worker, or that it has yet to compute.",
 )
-PROMPT_RATE = Metric(
+PROMPT_RATE = _worker(
     "tandem_prompt_tokens_per_second",
-    "Prompt tokens that are computed here per second, measured; while sequences decode, what the objective of a step "
-    "leaves for prompts.",
-    WORKERS,
+    "Prompt tokens computed per second, measured; while sequences decode, what the step objective leaves for them.",
 )
-DECODE_STEP_AVERAGE = Metric(
-    "tandem_decode_step_average_seconds", "Moving average of the steps that compute no prompt.", DECODING
-)
-STEP_OBJECTIVE = Metric(
+DECODE_STEP_AVERAGE = _decoding("tandem_decode_step_average_seconds", "Moving average of steps without prompts.")
+STEP_OBJECTIVE = _decoding(
     "tandem_step_objective_seconds",
     "Longest step that the inter-token objective allows while sequences decode; 0 before it is known.",
-    DECODING,
 )
-POOL_BLOCKS = Metric("tandem_kv_pool_blocks", "KV blocks by state.", WORKERS, {"state": ()})
-POOL_USAGE = Metric(
-    "tandem_kv_pool_usage_ratio", "KV blocks that are neither free nor cached, as a share of all: 0 to 1.", WORKERS
+POOL_BLOCKS = _worker("tandem_kv_pool_blocks", "KV blocks by state.", labels={"state": ()})
+POOL_USAGE = _worker("tandem_kv_pool_usage_ratio", "Share of KV blocks that are neither free nor cached.")
+POOL_UNUSED_SLOTS = _worker("tandem_kv_pool_unused_slots", "Token slots of live KV blocks that hold no token.")
+POOL_INFO = _worker(
+    "tandem_kv_pool_info", "Always 1; the labels say how the KV pool is cut.", labels={"block_tokens": (), "blocks": ()}
 )
-POOL_UNUSED_SLOTS = Metric(
-    "tandem_kv_pool_unused_slots", "Token slots of live KV blocks that hold no token: the pool's waste.", WORKERS
+POOL_BLOCK_TOKENS = _worker("tandem_kv_pool_block_tokens", "Token slots of one KV block.")
+TRANSFERS_LIVE = _worker("tandem_transfers_live", "Hand-offs of KV under way.")
+PREFIX_CACHE_QUERIES = _worker("tandem_prefix_cache_queries_total", "Tokens whose KV was looked for in the cache.")
+PREFIX_CACHE_HITS = _worker("tandem_prefix_cache_hits_total", "Those of them whose KV was found there.")
+PREFIX_CACHE_EVICTED = _worker("tandem_prefix_cache_evicted_blocks_total", "Cached KV blocks freed for others.")
+PREFIX_CACHE_STORED = _worker(
+    "tandem_prefix_cache_stored_blocks_total", "Evicted KV blocks kept outside the pool.", labels={"tier": TIERS}
 )
-POOL_INFO = Metric(
-    "tandem_kv_pool_info",
-    "Always 1; the labels say how the KV pool is cut.",
-    WORKERS,
-    {"block_tokens": (), "blocks": ()},
+PREFIX_CACHE_LOADED = _worker(
+    "tandem_prefix_cache_loaded_blocks_total", "KV blocks that came back from there.", labels={"tier": TIERS}
 )
-POOL_BLOCK_TOKENS = Metric("tandem_kv_pool_block_tokens", "Token slots of one KV block.", WORKERS)
-TRANSFERS_LIVE = Metric("tandem_transfers_live", "Hand-offs of KV under way.", WORKERS)
-PREFIX_CACHE_QUERIES = Metric(
-    "tandem_prefix_cache_queries_total", "Tokens of sequences whose KV was looked for in this worker's cache.", WORKERS
-)
-PREFIX_CACHE_HITS = Metric("tandem_prefix_cache_hits_total", "Those of them whose KV was found there.", WORKERS)
-PREFIX_CACHE_EVICTED = Metric(
-    "tandem_prefix_cache_evicted_blocks_total", "Cached KV blocks that were made free for others.", WORKERS
-)
-PREFIX_CACHE_STORED = Metric(
-    "tandem_prefix_cache_stored_blocks_total",
-    "Evicted KV blocks that were kept outside the pool.",
-    WORKERS,
-    {"tier": TIERS},
-)
-PREFIX_CACHE_LOADED = Metric(
-    "tandem_prefix_cache_loaded_blocks_total", "KV blocks that came back from there.", WORKERS, {"tier": TIERS}
-)
-PREFIX_CACHE_FAILED = Metric(
+PREFIX_CACHE_FAILED = _worker(
     "tandem_prefix_cache_failed_blocks_total",
-    "KV blocks that were lost there: an error, or other bytes than were stored.",
-    WORKERS,
-    {"tier": ("disk",)},
+    "KV blocks lost there: an error, or other bytes than were stored.",
+    labels={"tier": ("disk",)},
 )
-ENGINE_STEPS = Metric("tandem_engine_steps_total", "Steps that the engine has made.", WORKERS)
-STEP_SECONDS = Metric(
+ENGINE_STEPS = _worker("tandem_engine_steps_total", "Steps that the engine has made.")
+STEP_SECONDS = _worker(
     "tandem_step_seconds",
-    "Duration of one engine step; mixed = prompt tokens and decoding sequences in one batch.",
-    WORKERS,
-    {"kind": ("prefill", "decode", "mixed")},
-    STEP_S,
+    "Duration of one engine step; mixed = prompts and decoding sequences in one batch.",
+    labels={"kind": ("prefill", "decode", "mixed")},
+    buckets=STEP_S,
 )
-STEP_SEQS = Metric("tandem_step_seqs", "Sequences in one engine step: the batch size.", WORKERS, buckets=SEQS)
-STEP_TOKENS = Metric(
-    "tandem_step_tokens",
-    "Tokens computed in one engine step, prompt and decoded.",
-    WORKERS,
-    buckets=one_two_five(20_000),
+STEP_SEQS = _worker("tandem_step_seqs", "Sequences in one engine step: the batch size.", buckets=SEQS)
+STEP_TOKENS = _worker(
+    "tandem_step_tokens", "Tokens computed in one engine step, prompt and decoded.", buckets=one_two_five(20_000)
 )
-COMPUTED_PROMPT_TOKENS = Metric(
-    "tandem_computed_prompt_tokens_total", "Prompt tokens computed here; again when a sequence is recomputed.", WORKERS
+COMPUTED_PROMPT_TOKENS = _worker(
+    "tandem_computed_prompt_tokens_total", "Prompt tokens computed here, recomputed ones again."
 )
-SAMPLED_TOKENS = Metric("tandem_sampled_tokens_total", "Tokens drawn here.", WORKERS)
-PREEMPTIONS = Metric(
+SAMPLED_TOKENS = _worker("tandem_sampled_tokens_total", "Tokens drawn here.")
+PREEMPTIONS = _decoding(
     "tandem_preemptions_total",
-    "Sequences that gave up their KV blocks, to go on later with what the cache still knows of them.",
-    DECODING,
+    "Sequences that gave up their KV blocks and will be computed again, but for what is cached.",
 )
-MOVES = Metric(
+MOVES = _worker(
     "tandem_hand_overs_total",
-    "Running requests that went on at another decode worker, with their KV: as this one drains, or its pool is too "
-    "small for them all.",
-    WORKERS,
-    {"reason": tuple(MoveReason)},
+    "Running requests that moved to another decode worker, with their KV, by why: this one drains or has too many.",
+    labels={"reason": tuple(MoveReason)},
 )
-SEQUENCES = Metric(
+SEQUENCES = _worker(
     "tandem_sequences_total",
-    "Sequences that left this worker; ended = done, or no longer wanted.",
-    WORKERS,
-    {"outcome": ("ended", "failed")},
+    "Sequences that left; ended = done, or no longer wanted.",
+    labels={"outcome": ("ended", "failed")},
 )
-SEQUENCE_FAILURES = Metric(
+SEQUENCE_FAILURES = _worker(
     "tandem_sequence_failures_total",
     "Sequences that failed here.",
-    WORKERS,
-    {
+    labels={
         "reason": (
             *(*_TRANSFER_FAILS, Reason.QUEUE_FULL, Reason.DRAINING, Reason.DEADLINE_EXCEEDED, Reason.INTERNAL),
             *(Reason.INVALID_FIELD, Reason.OPTION_NOT_SUPPORTED, Reason.PREFIX_NOT_HELD),
         )
     },
 )
-SEQUENCE_WAIT = _latency("tandem_sequence_wait_seconds", "A sequence's arrival here to its first step.", WORKERS)
-TRANSFERS = Metric(
+SEQUENCE_WAIT = _worker(
+    "tandem_sequence_wait_seconds", "A sequence's arrival here to its first step.", buckets=LATENCY_S
+)
+TRANSFERS = _worker(
     "tandem_transfers_total",
-    "Hand-offs of KV that ended here; withdrawn = the request was gone first.",
-    WORKERS,
-    {"outcome": ("committed", "failed", "withdrawn")},
+    "Hand-offs of KV that ended; withdrawn = the request was gone.",
+    labels={"outcome": ("committed", "failed", "withdrawn")},
 )
-TRANSFER_FAILURES = Metric(
-    "tandem_transfer_failures_total", "Hand-offs of KV that failed.", WORKERS, {"reason": _TRANSFER_FAILS}
+TRANSFER_FAILURES = _worker(
+    "tandem_transfer_failures_total", "Hand-offs of KV that failed.", labels={"reason": _TRANSFER_FAILS}
 )
-TRANSFER_BYTES = Metric("tandem_transfer_bytes_total", "Bytes of KV handed over, counted by the sender.", WORKERS)
-TRANSFER_SECONDS = Metric(
+TRANSFER_BYTES = _worker("tandem_transfer_bytes_total", "Bytes of KV transferred, counted by the sender.")
+TRANSFER_SECONDS = _worker(
     "tandem_transfer_seconds",
-    "One hand-off of KV: the sender's time spent on moving it, the receiver's from the ticket's showing on.",
-    WORKERS,
+    "One hand-off of KV: the sender's busy time, the receiver's time since the ticket was shown.",
     buckets=(0.0005, *LATENCY_S),
 )
 

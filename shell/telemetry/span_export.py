@@ -1,4 +1,4 @@
-"""Spans on their way to a collector that may be dead, slow or hang: nothing here waits for it but its own thread.
+"""Spans on their way to a collector that may be dead, slow or hang: only the exporting thread waits for it.
 
 Spans wait in a bounded queue and the oldest are dropped; the log hears once that export fails, and why,
 not once per batch. The end is the only call that takes time, and it is bounded.
@@ -10,14 +10,18 @@ import logging
 import re
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 from opentelemetry.exporter.otlp.proto.grpc.exporter import InvalidCompressionValueException
+from opentelemetry.sdk.resources import OTELResourceDetector, Resource
 from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
 from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter, SpanExportResult
+from opentelemetry.trace import Tracer
 
+import tandem
 from shell.telemetry.logging import get_logger
-from shell.telemetry.trace_export import HTTP, TraceExport
+from shell.telemetry.tracing import HTTP, TraceExport
 
 _log = get_logger(__name__)
 
@@ -30,8 +34,6 @@ Encoding holds the interpreter, and so the event loop: about 25 µs a span.
 """
 FLUSH_S = 1.5
 """Given to the last spans when a process ends."""
-BAD_VALUES = (ValueError, RuntimeError, InvalidCompressionValueException)
-"""What the SDK raises where a variable of its own makes no sense."""
 _GIVE_UP_S = 0.5
 """Given to an export whose connection was just closed."""
 _REMIND_S = 300.0
@@ -104,19 +106,25 @@ class ReportingExporter(SpanExporter):
             _log.info("traces are exported again")
 
 
-def export_spans(provider: TracerProvider, wanted: TraceExport) -> Callable[[], None]:
-    """Starts the exporting thread; it connects when there is something to export.
+@contextmanager
+def started_tracer(wanted: TraceExport, service_name: str, instance_id: str) -> Iterator[Tracer | None]:
+    """A tracer, and the thread that exports its spans; it connects when there is something to export.
 
-    What it returns exports what waits, within FLUSH_S; then gives it up. Raises one of BAD_VALUES.
+    Leaving exports what waits, within FLUSH_S; then gives it up. None where a variable makes no sense.
     """
-    logging.getLogger(_HEADERS_LOGGER).addFilter(_UNQUOTED)
-    exporter = ReportingExporter(_otlp_exporter(wanted.protocol, None if wanted.sets_timeout else EXPORT_TIMEOUT_S))
-    batch_spans = None if wanted.sets_batch_size else BATCH_SPANS
-    provider.add_span_processor(BatchSpanProcessor(exporter, max_export_batch_size=batch_spans))
-    for name in _NOISY_LOGGERS:  # from now on: what they say of bad variables has been said
-        logging.getLogger(name).addFilter(_SDK_LOG)
-
-    def close() -> None:
+    ours = {"service.name": service_name, "service.instance.id": instance_id, "service.version": tandem.__version__}
+    try:
+        resource = Resource.create(ours).merge(OTELResourceDetector().detect())
+        provider = TracerProvider(resource=resource, shutdown_on_exit=False)
+        exporter = _add_exporter(provider, wanted)
+    except (ValueError, RuntimeError, InvalidCompressionValueException) as error:
+        _log.warning("traces cannot be exported", obstacle=f"bad OTEL_ variables, or a package is missing: {error}")
+        yield None
+        return
+    _log.info("traces are exported", service=resource.attributes["service.name"])
+    try:
+        yield provider.get_tracer("tandem", tandem.__version__)
+    finally:
         # The provider's own shutdown waits for half a minute, in which a hanging collector would hold the process.
         flush = threading.Thread(target=provider.shutdown, name="span-flush", daemon=True)
         flush.start()
@@ -125,7 +133,15 @@ def export_spans(provider: TracerProvider, wanted: TraceExport) -> Callable[[], 
             exporter.shutdown()
             flush.join(_GIVE_UP_S)
 
-    return close
+
+def _add_exporter(provider: TracerProvider, wanted: TraceExport) -> ReportingExporter:
+    logging.getLogger(_HEADERS_LOGGER).addFilter(_UNQUOTED)
+    exporter = ReportingExporter(_otlp_exporter(wanted.protocol, None if wanted.sets_timeout else EXPORT_TIMEOUT_S))
+    batch_spans = None if wanted.sets_batch_size else BATCH_SPANS
+    provider.add_span_processor(BatchSpanProcessor(exporter, max_export_batch_size=batch_spans))
+    for name in _NOISY_LOGGERS:  # from now on: what they say of bad variables has been said
+        logging.getLogger(name).addFilter(_SDK_LOG)
+    return exporter
 
 
 def _otlp_exporter(protocol: str, timeout_s: float | None) -> SpanExporter:

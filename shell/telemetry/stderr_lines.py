@@ -4,8 +4,8 @@
                     └─ full      └─ OSError: the line is dropped and counted
 
 A full file system, or a reader that has gone or does not read, costs lines. Once lines are written again, one more says
-how many were lost. What others write to standard error by themselves (warnings, a crash's traceback, native libraries)
-does not come by here, and may still wait for a reader.
+how many were lost. What others write to standard error past this module (warnings, a crash's traceback, native
+libraries) may still wait for a reader.
 """
 
 from __future__ import annotations
@@ -17,82 +17,71 @@ import os
 import select
 import sys
 import threading
-from collections import deque
 from collections.abc import Callable
+from queue import SimpleQueue
 
 from tandem.logger import get_logger
 
 _log = get_logger(__name__)
 
-MAX_PENDING_CHARS = 1024 * 1024
-"""Some thousand lines: a burst."""
-_STDERR = 2
+MAX_LINES = 4096
+"""Lines that may wait: a burst."""
 FLUSH_S = 1.0
 """How long a process that ends waits for its last lines to be taken."""
+_STDERR = 2
 
 
 class LineWriter:
     """A bounded queue of lines, and the thread that writes them. All calls from any thread; none but `flush` waits."""
 
-    def __init__(self, write: Callable[[str], None], max_pending_chars: int = MAX_PENDING_CHARS) -> None:
+    def __init__(self, write: Callable[[str], None], max_lines: int = MAX_LINES) -> None:
         """`write` takes one line with its end. It may block, and may raise: the line is lost then."""
         self._write = write
-        self._max_pending_chars = max_pending_chars
-        self._pending: deque[str] = deque()
-        """Lines that are not written yet."""
-        self._pending_chars = 0
-        self._changed = threading.Condition()
-        self._thread: threading.Thread | None = None
-        self._dropped = 0
-        self._told = 0
-
-    @property
-    def dropped(self) -> int:
+        self._max_lines = max_lines
+        self._queue: SimpleQueue[str | threading.Event] = SimpleQueue()
+        """Lines, and events that are set once all lines before them are written."""
+        self._lock = threading.Lock()
+        self._started = False
+        self.dropped = 0
         """Lines that were lost so far."""
-        return self._dropped
 
     def put(self, line: str) -> None:
-        """Queues one line, given without its end; drops it if too much waits."""
-        with self._changed:
-            if self._pending_chars + len(line) >= self._max_pending_chars:
-                self._dropped += 1
+        """Queues one line, given without its end; drops it if too many wait."""
+        with self._lock:
+            if self._queue.qsize() >= self._max_lines:
+                self.dropped += 1
                 return
-            self._pending.append(f"{line}\n")
-            self._pending_chars += len(line) + 1
-            self._changed.notify_all()
-            if self._thread is None:
-                with contextlib.suppress(RuntimeError):  # no thread to be had; the next line tries again
-                    thread = threading.Thread(target=self._run, name="log lines", daemon=True)
-                    thread.start()
-                    self._thread = thread
+            self._queue.put(f"{line}\n")
+            if not self._started:
+                with contextlib.suppress(RuntimeError):  # no thread can be started now; the next line tries again
+                    threading.Thread(target=self._run, name="log lines", daemon=True).start()
+                    self._started = True
 
     def flush(self, timeout_s: float = FLUSH_S) -> bool:
-        """Waits until no line is pending, so long at most; whether that came."""
-        with self._changed:
-            return self._changed.wait_for(lambda: not self._pending, timeout_s)
+        """Waits until the lines put so far are written or lost, for `timeout_s` at most; returns whether they are."""
+        if not self._started and self._queue.empty():
+            return True
+        done = threading.Event()
+        self._queue.put(done)
+        return done.wait(timeout_s)
 
     def _run(self) -> None:
+        num_reported = 0
         while True:
-            with self._changed:
-                self._changed.wait_for(lambda: self._pending)
-                line = self._pending[0]
-            written = self._written(line)
-            with self._changed:
-                self._pending.popleft()
-                self._pending_chars -= len(line)
-                self._dropped += not written
-                lost = 0 if self._pending or not written else self._dropped - self._told
-                self._told += lost
-                self._changed.notify_all()
-            if lost:
+            item = self._queue.get()
+            if isinstance(item, threading.Event):
+                item.set()
+                continue
+            try:
+                self._write(item)
+            except Exception:  # noqa: BLE001  (the thread's root: the log must go on, whatever the stream is by now)
+                with self._lock:
+                    self.dropped += 1
+                continue
+            lost = self.dropped - num_reported
+            if lost and self._queue.qsize() < self._max_lines / 2:  # else the report itself might be lost
+                num_reported += lost
                 _log.warning("log lines were lost", lines=lost)
-
-    def _written(self, line: str) -> bool:
-        try:
-            self._write(line)
-        except Exception:  # noqa: BLE001  (the thread's root: the log must go on, whatever the stream is by now)
-            return False
-        return True
 
 
 def write_to_stderr(line: str) -> None:

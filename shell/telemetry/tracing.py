@@ -1,24 +1,66 @@
-"""Whether and how this process traces: OpenTelemetry's SDK, on only if its standard variables ask for it.
+"""Whether this process traces: OpenTelemetry's SDK, on only if its standard variables ask for it.
 
 The variables are OTEL_*, as OpenTelemetry documents them; the SDK reads all of them itself but those
-that say whether to export at all (`trace_export`), and OTEL_PROPAGATORS, which is not
-followed. Without them there is no tracer, no thread and no import of the SDK.
+that say whether to export at all, and OTEL_PROPAGATORS, which is not followed. Without them there is no tracer, no
+thread and no import of the SDK.
 """
 
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 from opentelemetry.trace import Tracer
 
-import tandem
 from shell.config import environment
 from shell.telemetry.logging import get_logger
-from shell.telemetry.trace_export import TraceExport, trace_export
 
 _log = get_logger(__name__)
+
+GRPC, HTTP = "grpc", "http/protobuf"
+"""What OTEL_EXPORTER_OTLP_PROTOCOL can say here."""
+
+
+@dataclass(frozen=True, slots=True)
+class TraceExport:
+    """What OpenTelemetry's variables say of exporting spans, where they ask for it."""
+
+    obstacle: str | None
+    """Reason why traces cannot be exported."""
+    protocol: str
+    sets_timeout: bool
+    """Whether the operator gave a timeout, which replaces Tandem's own."""
+    sets_batch_size: bool
+    foreign_propagators: str
+    """OTEL_PROPAGATORS, where it leaves out W3C's trace context, the only one that is spoken."""
+
+
+def trace_export(environ: Mapping[str, str]) -> TraceExport | None:
+    """None, unless an exporter or the address of a collector is named."""
+
+    def given(*names: str) -> str:
+        return next(filter(None, (environ.get(name, "").strip() for name in names)), "")
+
+    exporters = {name.strip() for name in given("OTEL_TRACES_EXPORTER").lower().split(",") if name.strip()}
+    endpoint = given("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT")
+    if given("OTEL_SDK_DISABLED").lower() == "true" or exporters == {"none"} or not (exporters or endpoint):
+        return None
+    protocol = given("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "OTEL_EXPORTER_OTLP_PROTOCOL").lower() or GRPC
+    obstacle = None
+    if exporters and "otlp" not in exporters:
+        obstacle = f"OTEL_TRACES_EXPORTER={','.join(sorted(exporters))}; only otlp is known"
+    elif protocol not in {GRPC, HTTP}:
+        obstacle = f"OTEL_EXPORTER_OTLP_PROTOCOL={protocol}; only {GRPC} and {HTTP} are known"
+    propagators = given("OTEL_PROPAGATORS")
+    return TraceExport(
+        obstacle,
+        protocol,
+        sets_timeout=bool(given("OTEL_EXPORTER_OTLP_TRACES_TIMEOUT", "OTEL_EXPORTER_OTLP_TIMEOUT")),
+        sets_batch_size=bool(given("OTEL_BSP_MAX_EXPORT_BATCH_SIZE")),
+        foreign_propagators="" if "tracecontext" in propagators.lower() else propagators,
+    )
 
 
 @contextmanager
@@ -28,37 +70,17 @@ def tracing(service_name: str, instance_id: str | None = None) -> Iterator[Trace
     OTEL_SERVICE_NAME and OTEL_RESOURCE_ATTRIBUTES come before `service_name` and `instance_id`.
     """
     wanted = trace_export(environment())
-    if wanted.obstacle is not None:
-        _log.warning("traces are asked for but cannot be exported", obstacle=wanted.obstacle)
-    if wanted.foreign_propagators:
+    if wanted is not None and wanted.foreign_propagators:
         _log.warning(
             "OTEL_PROPAGATORS is not followed: traces are joined by W3C's trace context", got=wanted.foreign_propagators
         )
-    started = _start(wanted, service_name, instance_id or secrets.token_hex(8)) if wanted.possible else None
-    if started is None:
+    if wanted is None or wanted.obstacle is not None:
+        if wanted is not None:
+            _log.warning("traces cannot be exported", obstacle=wanted.obstacle)
         yield None
         return
-    tracer, close = started
-    try:
-        yield tracer
-    finally:
-        close()
-
-
-def _start(wanted: TraceExport, service_name: str, instance_id: str) -> tuple[Tracer, Callable[[], None]] | None:
     # Here, so that a process that does not trace does not pay for the imports.
-    from opentelemetry.sdk.resources import OTELResourceDetector, Resource
-    from opentelemetry.sdk.trace import TracerProvider
+    from shell.telemetry.span_export import started_tracer
 
-    from shell.telemetry.span_export import BAD_VALUES, export_spans
-
-    ours = {"service.name": service_name, "service.instance.id": instance_id, "service.version": tandem.__version__}
-    try:
-        resource = Resource.create(ours).merge(OTELResourceDetector().detect())
-        provider = TracerProvider(resource=resource, shutdown_on_exit=False)
-        close = export_spans(provider, wanted)
-    except BAD_VALUES as error:
-        _log.warning("traces cannot be exported", obstacle=f"bad OTEL_ variables, or a package is missing: {error}")
-        return None
-    _log.info("traces are exported", service=provider.resource.attributes["service.name"])
-    return provider.get_tracer("tandem", tandem.__version__), close
+    with started_tracer(wanted, service_name, instance_id or secrets.token_hex(8)) as tracer:
+        yield tracer

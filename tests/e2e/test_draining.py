@@ -114,7 +114,7 @@ async def test_streams_of_a_worker_that_leaves_go_on_with_their_kv(fleet: Fleet,
 
 
 @pytest.mark.timeout(400)
-async def test_a_target_that_is_killed_in_mid_hand_over_costs_a_replay_and_no_token(
+async def test_a_target_that_is_killed_in_mid_move_costs_a_replay_and_no_token(
     fleet: Fleet, answers: list[Tokens]
 ) -> None:
     def disturb() -> None:

@@ -6,11 +6,11 @@ import asyncio
 
 import pytest
 
-from decode_worker import hand_overs
+from decode_worker import moves
 from decode_worker.growth import Growth
 from tandem.errors import FrameError, TandemError
 from tandem.first_tokens import FirstTokens
-from tests.integration.test_hand_over import TwoDecoders, drained_at, spec_of
+from tests.integration.test_moves import TwoDecoders, drained_at, spec_of
 
 
 async def test_one_with_more_tokens_than_a_hand_off_carries_fails_to_be_replayed(
@@ -24,7 +24,7 @@ async def test_one_with_more_tokens_than_a_hand_off_carries_fails_to_be_replayed
         leaving, staying = (cores.start(spec_of(8, 40, salt)) for salt in (0, 1))
         await cores.step_until(lambda: len(leaving.tokens) >= 5 and len(staying.tokens) >= 5)
         cores.old.core.drain()
-        monkeypatch.setattr(hand_overs, "encode_first_tokens", too_many)
+        monkeypatch.setattr(moves, "encode_first_tokens", too_many)
         await cores.move(leaving)
         cores.old.engine.let_go()
         with pytest.raises(TandemError) as failure:

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from decode_worker.hand_overs import OFFER_S, STAY_S
+from decode_worker.moves import OFFER_S, STAY_S
 from decode_worker.pressure import MANY, Pressure
 from tandem.types import MoveReason
-from tests.integration.test_hand_over import Stream, TwoDecoders, computed_tokens, drained_at, spec_of
+from tests.integration.test_moves import Stream, TwoDecoders, computed_tokens, drained_at, spec_of
 
 
 @asynccontextmanager
@@ -43,7 +43,7 @@ async def test_an_overloaded_one_gives_one_stream_away_and_every_token_is_right(
         cores.old.engine.let_go()
         await cores.finish(*streams)
         assert moves(cores) == [("Moved", MoveReason.OVERLOAD)]
-        assert computed_tokens(cores.new.engine.steps) < 48, "what was handed over was computed again"
+        assert computed_tokens(cores.new.engine.steps) < 48, "what moved was computed again"
 
 
 async def test_an_overloaded_one_offers_one_at_a_time_and_each_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -67,17 +67,17 @@ async def test_an_overloaded_one_offers_one_at_a_time_and_each_in_turn(monkeypat
         assert moves(cores) == []
 
 
-async def test_one_that_was_handed_over_stays_for_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_one_that_moved_stays_for_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Pressure, "look", lambda *_: True)
     async with drained_at(5, spec_of(8, 40)) as (cores, stream):
         await cores.move(stream)
         cores.old.engine.let_go()
         await cores.until(lambda: cores.new.engine.num_steps > 3)
         assert not stream.attempt.leaves
-        hand_overs = cores.new.core._decodes._hand_overs
+        leaving = cores.new.core._decodes._moves
         (request,) = cores.new.core._requests.values()
-        hand_overs._sender = cores.wire
+        leaving._sender = cores.wire
         for seconds, offered in ((STAY_S - 1.0, False), (1.0, True)):
             cores.clock.advance_s(seconds)
-            hand_overs.relieve([request], cores.clock.now_s())
-            assert (request in hand_overs._told) == offered
+            leaving.relieve([request], cores.clock.now_s())
+            assert (request in leaving._told) == offered

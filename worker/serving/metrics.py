@@ -7,21 +7,8 @@ from collections.abc import Iterable, Iterator
 
 from engine.prefix_cache import CacheCounters
 from shell.clock import Clock
+from shell.telemetry import events
 from shell.telemetry import metric_names as names
-from shell.telemetry.events import (
-    FirstToken,
-    Moved,
-    PrefixLookedUp,
-    SequenceArrived,
-    SequenceEnded,
-    SequenceEvent,
-    SequenceListener,
-    Started,
-    StepEnded,
-    Transferred,
-    TransferStarted,
-    WorkerEvent,
-)
 from shell.telemetry.metrics import Metrics, Reading
 from tandem.errors import TransferError
 from tandem.types import Role, WaitReason, WorkerLoad
@@ -48,12 +35,12 @@ class WorkerMetrics:
         self._step_seqs = metrics.histogram(names.STEP_SEQS)
         self._step_tokens = metrics.histogram(names.STEP_TOKENS)
 
-    def hear(self, event: WorkerEvent) -> SequenceListener | None:
+    def hear(self, event: events.WorkerEvent) -> events.SequenceListener | None:
         """A listener of the process. Returns the listener of a sequence that arrives."""
         match event:
-            case SequenceArrived():
+            case events.SequenceArrived():
                 return _Sequence(self, event.spec.num_first_tokens).hear
-            case StepEnded(seconds, num_prefill_tokens, num_decode_seqs, num_seqs):
+            case events.StepEnded(seconds, num_prefill_tokens, num_decode_seqs, num_seqs):
                 kind = "decode" if not num_prefill_tokens else "mixed" if num_decode_seqs else "prefill"
                 self._step_s[kind].observe(seconds)
                 self._step_seqs.observe(num_seqs)
@@ -73,30 +60,30 @@ class _Sequence:
         self._started = False
         self._transferring = False
 
-    def hear(self, event: SequenceEvent) -> None:
+    def hear(self, event: events.SequenceEvent) -> None:
         of = self._of
         match event:
-            case PrefixLookedUp():
+            case events.PrefixLookedUp():
                 of.cache_queries.add(event.num_tokens)
                 of.cache_hits.add(event.num_cached_tokens)
-            case Started() if not self._started:
+            case events.Started() if not self._started:
                 self._started = True
                 of.wait_s.observe(of.clock.now_s() - self._arrived_s)
-            case FirstToken():
+            case events.FirstToken():
                 of.sampled_tokens.add(self._num_first_tokens)
-            case TransferStarted():
+            case events.TransferStarted():
                 self._transferring = True
-            case Transferred():
+            case events.Transferred():
                 self._transferring = False
                 of.transfers.add(1, "committed")
                 of.transfer_s.observe(event.seconds)
                 of.transfer_bytes.add(event.num_bytes)
-            case Moved():
+            case events.Moved():
                 of.moves.add(1, event.reason)
-            case SequenceEnded():
+            case events.SequenceEnded():
                 self._ended(event)
 
-    def _ended(self, event: SequenceEnded) -> None:
+    def _ended(self, event: events.SequenceEnded) -> None:
         of, error = self._of, event.error
         of.sequences.add(1, "ended" if error is None else "failed")
         if error is not None:

@@ -100,7 +100,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
                 case "hand_over":
                     over = request.hand_over
                     to = Destination(frozenset(over.choices), over.output_tokens, over.ticket, over.kv_endpoint)
-                    self._core.hand_over(session, Handle(over.handle), to)
+                    self._core.move(session, Handle(over.handle), to)
                 case "release":
                     handle = Handle(request.release.handle)
                     session.close_handle(handle)

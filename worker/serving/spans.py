@@ -17,20 +17,7 @@ from collections.abc import Mapping
 from opentelemetry.context import Context
 from opentelemetry.trace import Span, Tracer
 
-from shell.telemetry.events import (
-    BlocksReserved,
-    FirstToken,
-    Preempted,
-    PrefixLookedUp,
-    SequenceArrived,
-    SequenceEnded,
-    SequenceEvent,
-    SequenceListener,
-    Started,
-    Transferred,
-    TransferStarted,
-    WorkerEvent,
-)
+from shell.telemetry import events
 from shell.telemetry.trace_context import context_of, mark_failed
 from tandem.types import GroupSpec, Role
 
@@ -44,9 +31,9 @@ class SequenceSpans:
         self._tracer = tracer
         self._decodes = role.decodes
 
-    def hear(self, event: WorkerEvent) -> SequenceListener | None:
+    def hear(self, event: events.WorkerEvent) -> events.SequenceListener | None:
         """Returns the listener of a sequence whose trace is recorded."""
-        if not isinstance(event, SequenceArrived):
+        if not isinstance(event, events.SequenceArrived):
             return None
         spec = event.spec
         kind = _Decoded if self._decodes and not event.for_another else _Prefilled
@@ -65,18 +52,18 @@ class _Spans:
         self._open: dict[str, Span] = {QUEUE: queue}
         self._num_cached_tokens = 0
 
-    def hear(self, event: SequenceEvent) -> None:
+    def hear(self, event: events.SequenceEvent) -> None:
         """What both roles do."""
         match event:
-            case PrefixLookedUp():
+            case events.PrefixLookedUp():
                 self._num_cached_tokens = event.num_cached_tokens
-            case Started():
+            case events.Started():
                 self._finish(QUEUE)
                 self._computes(PREFILL)
-            case SequenceEnded():
+            case events.SequenceEnded():
                 self._ended(event)
 
-    def _ended(self, event: SequenceEnded) -> None:
+    def _ended(self, event: events.SequenceEnded) -> None:
         for name, span in self._open.items():
             if event.error is not None:
                 mark_failed(span, event.error.reason.value)
@@ -96,7 +83,7 @@ class _Spans:
         if span is not None:
             span.end(end_ns)
 
-    def _sent(self, event: Transferred) -> None:
+    def _sent(self, event: events.Transferred) -> None:
         span = self._open[TRANSFER]
         span.set_attributes({"tandem.transfer.bytes": event.num_bytes, "tandem.transfer.busy_seconds": event.seconds})
         if event.transport is not None:
@@ -117,18 +104,18 @@ class _Spans:
 
 
 class _Prefilled(_Spans):
-    def hear(self, event: SequenceEvent) -> None:
+    def hear(self, event: events.SequenceEvent) -> None:
         match event:
-            case FirstToken():
+            case events.FirstToken():
                 self._finish(PREFILL)
-            case TransferStarted():
+            case events.TransferStarted():
                 self._begin(TRANSFER)
-            case Transferred():
+            case events.Transferred():
                 self._sent(event)
             case _:
                 super().hear(event)
 
-    def _ended(self, event: SequenceEnded) -> None:
+    def _ended(self, event: events.SequenceEnded) -> None:
         if event.error is not None and not self._open:
             self._begin(TRANSFER)  # computed, but the hand-off failed before its first block
         super()._ended(event)
@@ -137,29 +124,29 @@ class _Prefilled(_Spans):
 class _Decoded(_Spans):
     _reserved_ns = 0
 
-    def hear(self, event: SequenceEvent) -> None:
+    def hear(self, event: events.SequenceEvent) -> None:
         match event:
-            case BlocksReserved():
+            case events.BlocksReserved():
                 self._reserved_ns = time.time_ns()
-            case TransferStarted() if DECODE in self._open:
+            case events.TransferStarted() if DECODE in self._open:
                 self._begin(TRANSFER)  # a move to another decode worker
-            case TransferStarted():
+            case events.TransferStarted():
                 self._receive().add_event("transfer_started")
-            case Transferred() if TRANSFER in self._open:
+            case events.Transferred() if TRANSFER in self._open:
                 self._sent(event)
-            case Transferred():
+            case events.Transferred():
                 self._decodes_after(RECEIVE)
-            case FirstToken():
+            case events.FirstToken():
                 self._decodes_after(PREFILL)
-            case Started() if DECODE in self._open:
+            case events.Started() if DECODE in self._open:
                 self._open[DECODE].add_event("scheduled")
-            case Preempted():
+            case events.Preempted():
                 for span in self._open.values():
                     span.add_event("preempted")
             case _:
                 super().hear(event)
 
-    def _ended(self, event: SequenceEnded) -> None:
+    def _ended(self, event: events.SequenceEnded) -> None:
         if QUEUE in self._open and self._reserved_ns:
             self._receive()  # no writer came: it did not wait in the queue
         if DECODE in self._open:

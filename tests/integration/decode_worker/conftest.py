@@ -152,7 +152,7 @@ class Router(RouterPort):
     started: list[Handle] = field(default_factory=list)
     prompt_scores: dict[Handle, list[TokenLogprobs]] = field(default_factory=dict)
     prefilled: list[Handle] = field(default_factory=list)
-    handed_over_bytes: dict[Handle, int] = field(default_factory=dict)
+    handed_off_bytes: dict[Handle, int] = field(default_factory=dict)
     leaving_handles: set[Handle] = field(default_factory=set)
     errors: dict[Handle, TandemError] = field(default_factory=dict)
     _news: asyncio.Event = field(default_factory=asyncio.Event)
@@ -202,7 +202,7 @@ class Router(RouterPort):
         self._news.set()
 
     def handoff_done(self, handle: Handle, num_bytes: int, seconds: float) -> None:
-        self.handed_over_bytes[handle] = num_bytes
+        self.handed_off_bytes[handle] = num_bytes
         self._news.set()
 
     def prompt_logprobs(self, handle: Handle, offset: int, logprobs: Sequence[TokenLogprobs]) -> None:

@@ -65,7 +65,7 @@ async def open_prefill(engine: Engine, transport: str) -> AsyncIterator[Worker]:
     ids=["shm", "tcp", "shm through rings", "tcp through rings"],
 )
 @pytest.mark.parametrize("num_blocks", [200, 44], ids=["roomy pool", "pool that preempts"])
-async def test_handed_over_sequences_give_the_reference_tokens(
+async def test_handed_off_sequences_give_the_reference_tokens(
     open_bench: Any,
     load_tiny_engine: Callable[..., Engine],
     make_spec: MakeSpec,
@@ -80,7 +80,7 @@ async def test_handed_over_sequences_give_the_reference_tokens(
         open_bench(BLOCK_SIZE, num_blocks, staged_kv=staged_kv) as bench,
         open_prefill(prefill_engine, transport) as prefill,
     ):
-        assert await hand_over(bench, prefill, specs) == [[reference(spec)] for spec in specs]
+        assert await hand_off(bench, prefill, specs) == [[reference(spec)] for spec in specs]
         assert (bench.worker.load().preemptions > 0) == (num_blocks == 44)
 
 
@@ -102,18 +102,18 @@ async def test_of_a_next_turn_only_what_is_lacking_travels(
         open_bench(block_size, num_blocks, staged_kv=staged_kv) as bench,
         open_prefill(prefill_engine, transport) as prefill,
     ):
-        ((said,),) = await hand_over(bench, prefill, [spec])
+        ((said,),) = await hand_off(bench, prefill, [spec])
         turn = replace(spec, prompt_token_ids=(*spec.prompt_token_ids, *said, *spec.prompt_token_ids[:9]))
-        ((answer,),) = await hand_over(bench, prefill, [turn])
+        ((answer,),) = await hand_off(bench, prefill, [turn])
         assert answer == reference(turn)
-        await bench.router.until(lambda: len(bench.router.handed_over_bytes) == 2)
+        await bench.router.until(lambda: len(bench.router.handed_off_bytes) == 2)
         num_lacked = -(-66 // block_size) - 56 // block_size  # of the last token said, nothing was computed
-        assert bench.router.handed_over_bytes[Handle(1)] == num_lacked * bench.engine.layout.block_bytes
+        assert bench.router.handed_off_bytes[Handle(1)] == num_lacked * bench.engine.layout.block_bytes
 
 
 @pytest.mark.parametrize("transport", ["shm", "tcp"])
 @pytest.mark.parametrize("num_blocks", [200, 48], ids=["roomy pool", "pool that preempts"])
-async def test_handed_over_groups_give_the_tokens_of_single_requests(
+async def test_handed_off_groups_give_the_tokens_of_single_requests(
     open_bench: Any,
     load_tiny_engine: Callable[..., Engine],
     make_spec: MakeSpec,
@@ -134,11 +134,11 @@ async def test_handed_over_groups_give_the_tokens_of_single_requests(
         open_bench(BLOCK_SIZE, num_blocks, max_seqs=9) as bench,
         open_prefill(prefill_engine, transport) as prefill,
     ):
-        assert await hand_over(bench, prefill, specs) == singles
+        assert await hand_off(bench, prefill, specs) == singles
         assert (bench.worker.load().preemptions > 0) == (num_blocks == 48)
 
 
-async def hand_over(bench: Any, prefill: Worker, specs: list[GroupSpec]) -> list[list[list[TokenId]]]:
+async def hand_off(bench: Any, prefill: Worker, specs: list[GroupSpec]) -> list[list[list[TokenId]]]:
     """Plays the router; returns the choices of each."""
     router, reserved, granted = bench.router, set[Handle](), set[Handle]()
     handles = {bench.new_handle(spec): spec for spec in specs}

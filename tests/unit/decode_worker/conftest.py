@@ -242,7 +242,7 @@ class Bench:
         await self.router.until(lambda: handle in self.router.tickets)
         return self.router.tickets[handle]
 
-    def hand_over(self, ticket: str, spec: GroupSpec) -> dict[int, TokenId]:
+    def hand_off(self, ticket: str, spec: GroupSpec) -> dict[int, TokenId]:
         """Plays the prefill worker to the end; returns the first tokens by choice."""
         prefix = spec.prefix_token_ids
         if spec.sampling.beam_width:

@@ -33,7 +33,7 @@ async def test_choices_are_told_whole_best_first_with_their_scores(
         spec = make_spec(6, max_tokens, n=3, beam_width=4)
         handle = bench.reserve(1, spec, local_prefill=local_prefill)
         if not local_prefill:
-            bench.hand_over(await bench.ticket(handle), spec)
+            bench.hand_off(await bench.ticket(handle), spec)
         await bench.router.until(lambda: handle in bench.router.ended)
         assert said(bench, handle) == right(completion, spec)
         assert [index for _, index in bench.router.order] == sorted(index for _, index in bench.router.order)

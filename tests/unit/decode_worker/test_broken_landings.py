@@ -34,10 +34,10 @@ async def test_a_bug_while_a_hand_off_lands_fails_that_request_and_frees_its_blo
         ticket = await bench.ticket(unlucky)
         with monkeypatch.context() as patched:
             patched.setattr(owner, call, broken)
-            bench.hand_over(ticket, spec)
+            bench.hand_off(ticket, spec)
         assert bench.router.errors[unlucky].retryable
         assert bench.cache.num_available == bench.pool.num_blocks
         handle = bench.reserve(2, spec)
-        first = bench.hand_over(await bench.ticket(handle), spec)
+        first = bench.hand_off(await bench.ticket(handle), spec)
         await bench.router.until(lambda: handle in bench.router.ended)
         assert [first[0], *bench.router.tokens[handle]] == completion(spec)

@@ -8,14 +8,14 @@ from typing import Any
 from tandem.errors import DeadlineExceeded, InternalError, InvalidRequest, Overloaded, TransferError
 
 
-async def test_a_handed_over_sequence_is_told_from_arrival_to_its_last_token(open_bench: Any, make_spec: Any) -> None:
+async def test_a_handed_off_sequence_is_told_from_arrival_to_its_last_token(open_bench: Any, make_spec: Any) -> None:
     async with open_bench() as bench:
         spec = make_spec(9, 7)
         handle = bench.reserve(1, spec)
         ticket = await bench.ticket(handle)
         bench.receiver.show(ticket)
         bench.clock.advance_s(0.5)
-        bench.hand_over(ticket, spec)
+        bench.hand_off(ticket, spec)
         await bench.settled()
     (sequence,) = bench.recorded.sequences
     assert sequence.spec is spec
@@ -53,7 +53,7 @@ async def test_a_resumed_sequence_counts_only_what_was_sampled_here(open_bench: 
         spec = make_spec(9, 7, emitted=3)
         by_handoff = bench.reserve(1, spec)
         bench.reserve(2, spec, local_prefill=True)
-        bench.hand_over(await bench.ticket(by_handoff), spec)
+        bench.hand_off(await bench.ticket(by_handoff), spec)
         await bench.settled()
     assert [sequence.args("SequenceEnded") for sequence in bench.recorded.sequences] == [(None, 3), (None, 4)]
 
@@ -64,7 +64,7 @@ async def test_steps_tell_prompt_tokens_from_decoding_sequences(open_bench: Any,
         bench.engine.hold()
         bench.reserve(1, local, local_prefill=True)
         handle = bench.reserve(2, landed)
-        bench.hand_over(await bench.ticket(handle), landed)
+        bench.hand_off(await bench.ticket(handle), landed)
         bench.engine.let_go()
         await bench.settled()
     steps = bench.recorded.steps

@@ -39,10 +39,10 @@ async def serve(bench: Any, number: int, spec: GroupSpec) -> list[TokenId]:
     return tokens
 
 
-async def serve_handed_over(bench: Any, number: int, spec: GroupSpec) -> list[TokenId]:
+async def serve_handed_off(bench: Any, number: int, spec: GroupSpec) -> list[TokenId]:
     """One choice, its prompt handed over."""
     handle = bench.reserve(number, spec)
-    first = bench.hand_over(await bench.ticket(handle), spec)[0]
+    first = bench.hand_off(await bench.ticket(handle), spec)[0]
     (tokens,) = await finish(bench, handle)
     return [first, *tokens]
 
@@ -53,7 +53,7 @@ async def test_the_next_turn_is_offered_only_the_blocks_that_are_lacking(
 ) -> None:
     async with open_bench(num_blocks=64, block_size=block_size) as bench:
         spec = make_spec(13, 6)
-        turn = next_turn(spec, await serve_handed_over(bench, 1, spec), 5, 6, 7)
+        turn = next_turn(spec, await serve_handed_off(bench, 1, spec), 5, 6, 7)
         handle = bench.reserve(2, turn)
         ticket = await bench.ticket(handle)
         offer = bench.receiver.offers[ticket]
@@ -61,7 +61,7 @@ async def test_the_next_turn_is_offered_only_the_blocks_that_are_lacking(
         assert (offer.first_block, bench.router.held_tokens[handle]) == (num_held, num_held * block_size)
         assert len(offer.blocks) == -(-turn.num_prompt_tokens // block_size) - num_held
         assert bench.recorded.sequences[1].args("PrefixLookedUp") == (22, num_held * block_size)
-        first = bench.hand_over(ticket, turn)[0]
+        first = bench.hand_off(ticket, turn)[0]
         assert [first, *(await finish(bench, handle))[0]] == completion(turn)
 
 
@@ -70,7 +70,7 @@ async def test_another_salt_finds_nothing(open_bench: Any, make_spec: MakeSpec, 
         for number, salt in enumerate(("", "a", "b", "a")):
             spec = make_spec(13, 3, cache_salt=salt)
             handle = bench.reserve(number, spec)
-            first = bench.hand_over(await bench.ticket(handle), spec)[0]
+            first = bench.hand_off(await bench.ticket(handle), spec)[0]
             assert [first, *(await finish(bench, handle))[0]] == completion(spec)
             assert bench.router.held_tokens[handle] == (12 if number == 3 else 0)
 
@@ -81,7 +81,7 @@ async def test_a_hand_off_that_comes_to_nothing_gives_back_what_it_held_and_what
 ) -> None:
     async with open_bench(num_blocks=16) as bench:
         spec = make_spec(13, 6)
-        turn = next_turn(spec, await serve_handed_over(bench, 1, spec), *range(9))
+        turn = next_turn(spec, await serve_handed_off(bench, 1, spec), *range(9))
         if end == "refused":
             bench.receiver.refusal = Overloaded("too many offers")
             handle = bench.reserve(2, turn)
@@ -257,7 +257,7 @@ async def test_choices_of_a_broken_stream_find_their_own_paths(
         num_steps, emitted = len(bench.engine.steps), (17, 25, 0)
         resumed = make_spec(10, 30, n=3, emitted=emitted)
         handle = bench.reserve(2, resumed, local_prefill=local_prefill)
-        first = {} if local_prefill else bench.hand_over(await bench.ticket(handle), resumed)
+        first = {} if local_prefill else bench.hand_off(await bench.ticket(handle), resumed)
         rests = await finish(bench, handle)
         for index, (rest, count) in enumerate(zip(rests, emitted, strict=True)):
             come = [first[index]] if index in first else []
@@ -278,10 +278,10 @@ async def test_with_the_cache_off_nothing_is_found(
         assert bench.pool.counts().cached == 0
 
 
-@pytest.mark.parametrize("handed_over", [False, True])
+@pytest.mark.parametrize("handed_off", [False, True])
 @pytest.mark.parametrize("fails", [False, True])
 async def test_what_was_evicted_to_the_host_comes_back_with_a_step(
-    open_bench: Any, make_spec: MakeSpec, completion: Completion, fails: bool, handed_over: bool
+    open_bench: Any, make_spec: MakeSpec, completion: Completion, fails: bool, handed_off: bool
 ) -> None:
     async with open_bench(num_blocks=8, host_rows=32) as bench:
         spec = make_spec(21, 4)
@@ -292,13 +292,13 @@ async def test_what_was_evicted_to_the_host_comes_back_with_a_step(
             bench.engine.errors[num_steps] = InternalError("it broke")
             unlucky = bench.reserve(3, spec, local_prefill=True)
             await bench.router.until(lambda: unlucky in bench.router.errors)
-        again = serve_handed_over if handed_over else serve
+        again = serve_handed_off if handed_off else serve
         assert await again(bench, 4, spec) == completion(spec)
         looked_up = bench.recorded.sequences[-1].args("PrefixLookedUp")
         assert looked_up == (21, 20)
         moved_in = [move for step in bench.engine.steps[num_steps:] for move in step.moves if move.direction is IN]
         assert len(moved_in) == (8 if fails else 4), "one block had stayed"
-        assert num_computed(bench.engine.steps[num_steps:]) == 3 + fails + (not handed_over)
+        assert num_computed(bench.engine.steps[num_steps:]) == 3 + fails + (not handed_off)
 
 
 async def test_requests_with_one_long_prompt_run_together_in_a_pool_that_holds_it_once(
@@ -310,7 +310,7 @@ async def test_requests_with_one_long_prompt_run_together_in_a_pool_that_holds_i
         firsts: dict[Handle, TokenId] = {}
         for number in range(4):
             handle = bench.reserve(number, spec)
-            firsts[handle] = bench.hand_over(await bench.ticket(handle), spec)[0]
+            firsts[handle] = bench.hand_off(await bench.ticket(handle), spec)[0]
         assert bench.pool.counts().live == 10 + 4
         bench.engine.let_go()
         for handle, first in firsts.items():

@@ -152,7 +152,7 @@ def let_time_pass(bench: Any) -> None:
 
 def meet_fate(bench: Any, ticket: str, fate: str, spec: GroupSpec) -> dict[int, TokenId]:
     if fate == "commits":
-        tokens: dict[int, TokenId] = bench.hand_over(ticket, spec)
+        tokens: dict[int, TokenId] = bench.hand_off(ticket, spec)
         return tokens
     if fate in {"fails", "stalls under its writer"}:
         bench.receiver.show(ticket)

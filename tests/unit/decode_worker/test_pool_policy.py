@@ -56,7 +56,7 @@ class Simulation:
         self.bench.engine.hold()
         for _ in range(num_turns):
             await self._settle()
-            self._hand_over()
+            self._hand_off()
             await self._settle()
             self.num_seated.append(self.bench.worker.load().running_seqs)
             if self.bench.engine.num_in_flight:
@@ -77,7 +77,7 @@ class Simulation:
         for _ in range(12):  # iterations of the loop, until everybody has done what follows from the last event
             await asyncio.sleep(0)
 
-    def _hand_over(self) -> None:
+    def _hand_off(self) -> None:
         router = self.bench.router
         for handle in router.tickets:
             self._left.setdefault(handle, self.handoff_turns)
@@ -87,7 +87,7 @@ class Simulation:
                 self.bench.receiver.show(router.tickets[handle])
             self._left[handle] -= 1
             if self._left[handle] == 0:
-                self.bench.hand_over(router.tickets[handle], self.specs[handle])
+                self.bench.hand_off(router.tickets[handle], self.specs[handle])
 
     def _note_tokens(self) -> None:
         for handle in self.specs:

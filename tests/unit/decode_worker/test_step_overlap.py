@@ -28,7 +28,7 @@ async def decoding(bench: Any, *specs: GroupSpec) -> list[Handle]:
     handles = [bench.reserve(number, spec) for number, spec in enumerate(specs, start=1)]
     tickets = [await bench.ticket(handle) for handle in handles]
     for ticket, spec in zip(tickets, specs, strict=True):
-        bench.hand_over(ticket, spec)
+        bench.hand_off(ticket, spec)
     await bench.engine.until_launched(1)
     return handles
 
@@ -84,7 +84,7 @@ async def test_an_arrival_joins_a_step_that_is_launched_behind(
         await two_in_flight(bench)
         spec = make_spec(6, 5, n=2, salt=1)
         new = bench.reserve(2, spec)
-        first = bench.hand_over(await bench.ticket(new), spec)
+        first = bench.hand_off(await bench.ticket(new), spec)
         bench.engine.allow()
         await bench.engine.until_launched(4)
         assert feeds(bench, 3) == [0, None, None]
@@ -179,7 +179,7 @@ async def test_a_step_that_is_not_fed_by_a_broken_one_is_not_lost(
         (ending,) = await decoding(bench, make_spec(5, 4))
         await two_in_flight(bench)
         going = bench.reserve(2, spec)
-        bench.hand_over(await bench.ticket(going), spec)
+        bench.hand_off(await bench.ticket(going), spec)
         bench.engine.allow()
         await bench.engine.until_launched(4)
         assert feeds(bench, 3) == [None], "the other one's last token is pending"

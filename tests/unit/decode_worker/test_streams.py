@@ -17,7 +17,7 @@ async def test_a_hand_off_decodes_once_it_is_there(open_bench: Any, make_spec: A
         assert batch.num_decodes == 0
         bench.engine.hold()
         for ticket, spec in zip(tickets, specs, strict=True):
-            bench.hand_over(ticket, spec)
+            bench.hand_off(ticket, spec)
         assert batch.num_decodes == 2
         bench.engine.let_go()
         await bench.router.until(lambda: set(coming) <= set(bench.router.ended))

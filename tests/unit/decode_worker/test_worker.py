@@ -29,7 +29,7 @@ MakeSpec = Callable[..., GroupSpec]
 Completion = Callable[..., list[TokenId]]
 
 
-async def test_a_handed_over_sequence_streams_everything_after_the_first_token(
+async def test_a_handed_off_sequence_streams_everything_after_the_first_token(
     open_bench: Any, make_spec: MakeSpec, completion: Completion
 ) -> None:
     async with open_bench() as bench:
@@ -37,7 +37,7 @@ async def test_a_handed_over_sequence_streams_everything_after_the_first_token(
         handle = bench.reserve(1, spec)
         ticket = await bench.ticket(handle)
         assert bench.pool.counts().reserved == 3
-        first = bench.hand_over(ticket, spec)
+        first = bench.hand_off(ticket, spec)
         await bench.router.until(lambda: handle in bench.router.ended)
         assert [first[0], *bench.router.tokens[handle]] == completion(spec)
         assert handle not in bench.router.prefilled
@@ -61,7 +61,7 @@ async def test_a_resumed_sequence_goes_on_at_its_next_token(
     async with open_bench() as bench:
         spec = make_spec(9, 7, emitted=3)
         by_handoff, by_itself = bench.reserve(1, spec), bench.reserve(2, spec, local_prefill=True)
-        bench.hand_over(await bench.ticket(by_handoff), spec)
+        bench.hand_off(await bench.ticket(by_handoff), spec)
         await bench.router.until(lambda: {by_handoff, by_itself} <= set(bench.router.ended))
         assert bench.router.first_offsets[by_itself, 0] == 3
         assert bench.router.tokens[by_itself] == completion(spec)[3:]
@@ -73,7 +73,7 @@ async def test_all_sequences_of_a_step_are_told_together(open_bench: Any, make_s
         bench.engine.hold()
         specs = {bench.reserve(i, make_spec(5, 4, salt=i)): make_spec(5, 4, salt=i) for i in (1, 2, 3)}
         for handle, spec in specs.items():
-            bench.hand_over(await bench.ticket(handle), spec)
+            bench.hand_off(await bench.ticket(handle), spec)
         bench.engine.let_go()
         await bench.router.until(lambda: set(specs) == set(bench.router.ended))
         assert bench.router.order == [(1, 0), (2, 0), (3, 0)] * 3
@@ -117,7 +117,7 @@ async def test_unused_slots_are_counted_as_the_sequence_grows(open_bench: Any, m
         handle = bench.reserve(1, spec)
         ticket = await bench.ticket(handle)
         bench.engine.hold()
-        bench.hand_over(ticket, spec)
+        bench.hand_off(ticket, spec)
         assert bench.worker.load().pool.unused_slots == 3
         bench.engine.let_go()
         await bench.router.until(lambda: handle in bench.router.ended)
@@ -137,10 +137,10 @@ async def test_it_can_end_in_every_stage(open_bench: Any, make_spec: MakeSpec, s
             bench.receiver.show(ticket)
         if stage == "in a step":
             bench.engine.hold()
-            bench.hand_over(ticket, spec)
+            bench.hand_off(ticket, spec)
             await bench.engine.until_launched(1)
         if stage == "between steps":
-            bench.hand_over(ticket, spec)
+            bench.hand_off(ticket, spec)
         end(bench, handle, how)
         assert isinstance(bench.router.errors.get(handle), DeadlineExceeded) == (how == "deadline")
         if stage == "in a step":
@@ -228,7 +228,7 @@ async def test_a_shown_ticket_outlasts_a_long_computation_at_the_prefill_worker(
         bench.clock.advance_s(600.0)
         bench.worker.tick()
         assert not bench.router.errors
-        bench.hand_over(ticket, spec)
+        bench.hand_off(ticket, spec)
         await bench.router.until(lambda: handle in bench.router.ended)
 
 
@@ -370,7 +370,7 @@ async def test_a_draining_worker_finishes_what_it_has_and_takes_nothing_new(
         error = bench.router.errors[new]
         assert isinstance(error, Unavailable)
         assert error.reason is Reason.DRAINING
-        bench.hand_over(await bench.ticket(old), spec)
+        bench.hand_off(await bench.ticket(old), spec)
         await asyncio.wait_for(bench.worker.drained(), 30)
         assert bench.router.tokens[old] == completion(spec)[1:]
         assert bench.worker.load().draining

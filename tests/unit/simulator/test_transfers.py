@@ -36,7 +36,7 @@ class _Listener:
 def test_time_in_which_the_next_chunk_is_computed_is_no_part_of_a_handoff() -> None:
     """As a real sender counts: placement takes expected hand-offs from these reports."""
 
-    async def hand_over() -> TransferReport:
+    async def hand_off() -> TransferReport:
         network = Network(COSTS)
         offer = SimulatedReceiver(network).offer((), _Listener(), 60.0)
         handoff = await SimulatedSender(network).open(offer.ticket, offer.endpoint, 1.0)
@@ -45,4 +45,4 @@ def test_time_in_which_the_next_chunk_is_computed_is_no_part_of_a_handoff() -> N
         await handoff.push(1, [BlockId(1)])
         return await handoff.commit(b"")
 
-    assert run_simulated(hand_over()).seconds == pytest.approx(2.0 + COSTS.handoff_s / 2)
+    assert run_simulated(hand_off()).seconds == pytest.approx(2.0 + COSTS.handoff_s / 2)

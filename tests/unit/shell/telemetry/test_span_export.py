@@ -19,8 +19,7 @@ from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
 
 from shell.telemetry import span_export
 from shell.telemetry.span_export import ReportingExporter
-from shell.telemetry.trace_export import trace_export
-from shell.telemetry.tracing import tracing
+from shell.telemetry.tracing import trace_export, tracing
 from tests.collector import Collector
 
 CLOSE_S = 2.5
@@ -347,13 +346,14 @@ ENDPOINT = {"OTEL_EXPORTER_OTLP_ENDPOINT": "http://collector:4317"}
     ],
 )
 def test_the_standard_variables_decide_whether_to_export(environ: dict[str, str], possible: bool) -> None:
-    assert trace_export(environ).possible is possible
+    wanted = trace_export(environ)
+    assert (wanted is not None and wanted.obstacle is None) is possible
 
 
 @pytest.mark.parametrize(
     "environ", [ENDPOINT | {"OTEL_EXPORTER_OTLP_PROTOCOL": "http/json"}, {"OTEL_TRACES_EXPORTER": "zipkin"}]
 )
 def test_what_is_asked_for_and_not_known_has_a_name(environ: dict[str, str]) -> None:
-    obstacle = trace_export(environ).obstacle
-    assert obstacle is not None
-    assert list(environ.values())[-1] in obstacle
+    wanted = trace_export(environ)
+    assert wanted is not None
+    assert list(environ.values())[-1] in str(wanted.obstacle)

@@ -110,7 +110,7 @@ async def test_several_choices_go_on_together_where_the_old_worker_is_told_which
     assert handed.output_tokens == min(len(each.output_token_ids) for each in spec.choices)
 
 
-async def test_a_target_lost_in_mid_hand_over_gives_a_replay(cluster: Any) -> None:
+async def test_a_target_lost_in_mid_move_gives_a_replay(cluster: Any) -> None:
     prefill, old = await cluster.add_pair()
     call = await standing_at(cluster, old)
     new = await cluster.add(Role.DECODE, "d1")
@@ -156,7 +156,7 @@ async def test_a_target_that_makes_no_room_costs_nothing(cluster: Any, error: An
 
 
 @pytest.mark.parametrize("stage", ["reserve", "hand_over"])
-async def test_a_source_lost_in_mid_hand_over_gives_a_replay(cluster: Any, stage: str) -> None:
+async def test_a_source_lost_in_mid_move_gives_a_replay(cluster: Any, stage: str) -> None:
     _, old = await cluster.add_pair()
     call = await standing_at(cluster, old)
     new = await cluster.add(Role.DECODE, "d1")
@@ -175,7 +175,7 @@ async def test_a_source_lost_in_mid_hand_over_gives_a_replay(cluster: Any, stage
 @pytest.mark.parametrize(
     "error", [TransferError("the wire is cut"), Unavailable("not now", Reason.DRAINING), Overloaded("it is full")]
 )
-async def test_a_hand_over_that_fails_gives_a_replay(cluster: Any, by: str, error: Any) -> None:
+async def test_a_move_that_fails_gives_a_replay(cluster: Any, by: str, error: Any) -> None:
     _, old = await cluster.add_pair()
     call = await standing_at(cluster, old)
     new = await cluster.add(Role.DECODE, "d1")
@@ -189,7 +189,7 @@ async def test_a_hand_over_that_fails_gives_a_replay(cluster: Any, by: str, erro
     assert replays(cluster) >= 1
 
 
-async def test_a_client_that_leaves_in_mid_hand_over_leaves_nothing_behind(cluster: Any) -> None:
+async def test_a_client_that_leaves_in_mid_move_leaves_nothing_behind(cluster: Any) -> None:
     _, old = await cluster.add_pair()
     call = await standing_at(cluster, old)
     new = await cluster.add(Role.DECODE, "d1")

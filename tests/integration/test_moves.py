@@ -81,7 +81,7 @@ class NoOffers:
     def offer(
         self, blocks: Sequence[BlockRef], listener: HandoffListener, expires_in_s: float, first_block: int = 0
     ) -> Offer:
-        raise AssertionError("nothing is handed over to this worker")
+        raise AssertionError("nothing moves to this worker")
 
     def withdraw(self, transfer_id: str) -> None: ...
 
@@ -254,7 +254,7 @@ async def test_it_goes_on_where_it_was_with_its_kv(num_prompt_tokens: int, overl
         computed = computed_tokens(cores.new.engine.steps)
         handed = [call for call in stream.recorded.calls if call[0] == "KvArrived"]
         (moved,) = cores.old.recorded.sequences
-    assert computed < 60, "what was handed over was computed again"
+    assert computed < 60, "what moved was computed again"
     assert len(handed) == 1
     assert "Transferred" in moved.names
 
@@ -321,7 +321,7 @@ async def test_a_failed_transfer_ends_it_and_both_let_go() -> None:
         assert stream.tokens == expected_tokens(stream.spec)[: len(stream.tokens)]
 
 
-async def test_one_that_is_released_while_it_is_handed_over_gives_its_blocks_back() -> None:
+async def test_one_that_is_released_while_it_moves_gives_its_blocks_back() -> None:
     async with drained_at(5, spec_of(8, 40)) as (cores, stream):
         cores.wire.open_now.clear()
         await cores.move(stream)
@@ -380,7 +380,7 @@ async def test_what_has_no_kv_fails_to_be_replayed() -> None:
         stream = cores.start(spec_of(8, 20))
         await cores.old.engine.until_launched(1)
         (handle,) = cores.old.link.handles
-        cores.old.core.hand_over(cores.old.link, handle, Destination(frozenset((0,)), 0, b"ticket", b"endpoint"))
+        cores.old.core.move(cores.old.link, handle, Destination(frozenset((0,)), 0, b"ticket", b"endpoint"))
         cores.old.engine.let_go()
         with pytest.raises(TandemError) as failure:
             await stream.task

@@ -5,13 +5,13 @@ of a worker whose pool is too small for them (`pressure`).
        └──begin──▶ suspended: no new step ──steps in flight have ended──▶ its blocks are pushed ──▶ committed: gone
                                                                       └──▶ failed: its router is told, and replays it
 
-Only what a hand-off can carry may leave: no beams, all KV here. The blocks that are pushed hold what the other worker
+Only what a transfer can carry may leave: no beams, all KV here. The blocks that are pushed hold what the other worker
 asked for: of one choice the prompt and what is known of its completion, of several the prompt alone, once. The tokens
 behind what is known go with the commit; their KV, and that of several choices' completions, is computed there. Tokens
-of steps that were in flight are told as ever, before the end of the hand-off is.
+of steps that were in flight are told as ever, before the end of the move is.
 
 The request stays in the batch, and holds its blocks, until the owner ends it. The worker stays until the router has
-released what it handed over: a worker that left sooner could take the last word on it, HandoffDone, with it.
+released what has moved: a worker that left sooner could take the last word on it, HandoffDone, with it.
 Of an overloaded worker the first in rank goes: it is never preempted, so it is still here when another one has made
 room, and those behind it get its blocks. Its router leaves it here unless another worker has room to spare.
 All on the loop.
@@ -37,11 +37,11 @@ from worker.request import Request
 OFFER_S = 5.0
 """From one offer of an overloaded worker to the next."""
 STAY_S = 60.0
-"""For which a request that was handed over to here is not offered again because of overload."""
+"""For which a request that moved to here is not offered again because of overload."""
 
 
-class HandOvers:
-    """Those of one worker. An `OutgoingOwner`."""
+class Moves:
+    """The moves of one worker. An `OutgoingOwner`."""
 
     def __init__(
         self,
@@ -67,16 +67,16 @@ class HandOvers:
         self._offers_from_s = -math.inf
         """From when on an overloaded worker may offer one."""
         self._stay_until_s: dict[Request, float] = {}
-        """Those that were handed over to here."""
+        """Requests that moved to here."""
         self._suspended: dict[Request, Destination] = {}
         """Who waits for the end of their steps."""
         self._transfers: dict[Request, OutgoingTransfer] = {}
         """Those under way, and of ended requests such whose blocks the sender still uses."""
         self._unreleased: set[tuple[RouterPort, Handle]] = set()
-        """What was handed over, and its router may not know of yet."""
+        """Requests that have moved, and whose routers may not know it yet."""
 
     def __iter__(self) -> Iterator[Request]:
-        """Requests that are being handed over."""
+        """Requests that are moving."""
         yield from self._suspended
         yield from (request for request in self._transfers if request in self._batch)
 
@@ -115,7 +115,7 @@ class HandOvers:
             self._offer(first)
 
     def landed(self, request: Request, first_tokens: FirstTokens, now_s: float) -> None:
-        """Its KV was handed over to here; where it ran elsewhere, it is to stay for a while."""
+        """The request's KV arrived here; a request that moved is to stay for a while."""
         if isinstance(first_tokens, NextTokens):
             self._stay_until_s[request] = now_s + STAY_S
 
@@ -173,7 +173,7 @@ class HandOvers:
         )
 
     def _push(self, request: Request, to: Destination) -> None:
-        """INVARIANT: nothing writes into its blocks from here on: it is in no step (test_hand_overs)."""
+        """INVARIANT: nothing writes into its blocks from here on: it is in no step (test_moves)."""
         going = [each for each in request.group.sequences if each.index in to.choices]
         bearer = next((each for each in going if not each.is_finished), None)
         num_tokens = request.spec.num_prompt_tokens + (to.num_output_tokens if len(going) == 1 else 0)
