@@ -51,7 +51,7 @@ def calibrate(model: Path, threads: int, device: str = "cpu") -> tuple[CostModel
     with _bound(cores[: workers_per_host * threads] if has_room else cores):
         loaded, timer, chunk_tokens = _timer(model, workers_per_host * threads, device)
         try:
-            samples = [(StepWork.of(step.seqs), timer.median_s(step, _REPEATS)) for step in _steps(timer)]
+            samples = [(StepWork.of(step), timer.median_s(step, _REPEATS)) for step in _steps(timer)]
         finally:
             timer.close()
     sharing = Sharing()
@@ -92,7 +92,7 @@ def _steps(timer: StepTimer) -> list[Step]:
     steps += [timer.step(1, before, chunk) for chunk, before in product(_CHUNKS, _BEFORE)]
     for seqs, chunk in _MIXED:
         parts = timer.step(seqs, _CONTEXT_OF_MIXED, 1), timer.step(1, 0, chunk)
-        steps.append(Step((*parts[0].seqs, *parts[1].seqs)))
+        steps.append(Step((*parts[0].chunks, *parts[1].chunks)))
     return steps
 
 

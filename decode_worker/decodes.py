@@ -15,7 +15,8 @@ The cache learns of a prompt's blocks when their step has ended, of a completion
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Iterator
 from collections.abc import Sequence as SequenceOf
 from dataclasses import replace
 
@@ -27,7 +28,7 @@ from decode_worker.policy import WorkerPolicy
 from decode_worker.running_batch import RunningBatch
 from engine.beam_group import BeamGroup, candidates_of
 from engine.sequence import Sequence, new_block_table
-from engine.step import SampledToken
+from engine.step import DrawnTokens, SampledToken
 from kvtransfer.base import Receiver, Sender
 from prefill_worker.prompts import Prompts
 from shell.telemetry.events import BlocksReserved, PrefixLookedUp
@@ -36,10 +37,10 @@ from tandem.first_tokens import FirstTokens
 from tandem.types import BlockId, GroupSpec, Handle, WaitReason, WorkerLoad
 from worker.budget import ChunkBudget
 from worker.parts import WorkerParts
-from worker.ports import Destination, RouterPort
+from worker.ports import Destination, RouterPort, TokenColumns, TokenExtra
 from worker.releases import BlockReleases
 from worker.request import Request
-from worker.source import BatchedStep, Owner
+from worker.source import BatchedStep, Owner, Pair
 from worker.waits import Wait
 
 
@@ -63,7 +64,6 @@ class Decodes:
         self._policy = policy
         self._receiver = receiver
         self._budget = budget
-        self._releases = releases
         self._prompts = prompts
         self._owner = owner
         growth = Growth(self._pool, policy.first_guess_tokens)
@@ -219,28 +219,87 @@ class Decodes:
         if ends_prefix and not group.is_forked:
             group.fork(self._pool)
             group.follow(self._cache)
-        if group.is_finished:
+        self._settle(request, seq)
+
+    def apply_rows(self, batched: BatchedStep, drawn: DrawnTokens) -> Collection[Request]:
+        """See `DecodeSource`. Each router is sent all tokens of its requests together."""
+        told: dict[RouterPort, TokenColumns] = defaultdict(TokenColumns)
+        ended: list[Pair] = []
+        broken: dict[Request, None] = {}
+        for row, ((request, seq), token_id) in enumerate(zip(batched.rows, drawn.token_ids, strict=False)):
+            if seq.finish_reason is not None or request.has_ended:
+                continue
+            if token_id < 0:
+                broken[request] = None
+            elif row in drawn.more:
+                if self._apply_more(request, seq, drawn.more[row], told[request.router]):
+                    ended.append((request, seq))
+            else:
+                request.num_sampled_tokens += 1
+                finish_reason, columns = seq.append_decoded(token_id), told[request.router]
+                if finish_reason is not None:
+                    columns.extras[len(columns.handles)] = TokenExtra(finish_reason=finish_reason)
+                    ended.append((request, seq))
+                columns.handles.append(request.handle)
+                columns.indexes.append(seq.index)
+                columns.offsets.append(seq.num_output_tokens - 1)
+                columns.token_ids.append(token_id)
+        for router, columns in told.items():
+            router.token_rows(columns)
+        extras = () if batched.step.rows is None else batched.step.rows.draws.extras
+        self._follow(batched.rows[row][1] for row, spec in extras if spec.mask is not None and not spec.num_candidates)
+        for request, seq in ended:
+            if request not in broken:
+                self._settle(request, seq)
+        return broken
+
+    def _apply_more(
+        self, request: Request, seq: Sequence, drawn: tuple[SampledToken, ...], columns: TokenColumns
+    ) -> bool:
+        """Takes a token with its log-probabilities, or the candidates of a beam.
+
+        Returns whether the choice, or the search, may have ended.
+        """
+        if seq.num_candidates:
+            seq.num_ended_tokens += 1
+            self._search(request, seq, drawn)
+            return True
+        ((token_id, logprobs),) = drawn
+        request.num_sampled_tokens += 1
+        finish_reason = seq.append_decoded(token_id)
+        offset = seq.num_output_tokens - 1
+        columns.add(request.handle, seq.index, offset, token_id, TokenExtra(logprobs, finish_reason))
+        return finish_reason is not None
+
+    def _settle(self, request: Request, seq: Sequence) -> None:
+        """Ends a request whose last choice has ended, or releases the blocks of a choice that has."""
+        if request.group.is_finished:
             self._owner.end(request)
         elif seq.is_finished:
             self._batch.choice_ended(request, seq)
 
     def _take(self, request: Request, seq: Sequence, drawn: list[tuple[SampledToken, ...]]) -> None:
         """Takes one token for each choice that draws from `seq`, or the candidates of a beam."""
-        group = request.group
-        if not isinstance(group, BeamGroup):
-            for choice, (token,) in zip(seq.drawers, drawn, strict=True):
-                request.take_token(choice, token)
-            self._follow(request, seq.drawers)
+        if request.spec.sampling.beam_width:
+            self._search(request, seq, drawn[0])
             return
-        self._releases.release(group.draw(seq, candidates_of(drawn[0]), self._pool))
+        for choice, (token,) in zip(seq.drawers, drawn, strict=True):
+            request.take_token(choice, token)
+        self._follow(seq.drawers)
+
+    def _search(self, request: Request, beam: Sequence, candidates: tuple[SampledToken, ...]) -> None:
+        """Takes the candidates of a beam; with those of the last one, all go on."""
+        group = request.group
+        assert isinstance(group, BeamGroup)
+        self._batch.beams_moved(request, group.draw(beam, candidates_of(candidates), self._pool))
         if group.is_finished:
             request.tell_found(group)
         else:
-            self._follow(request, group.sequences)
+            self._follow(group.sequences)
 
-    def _follow(self, request: Request, sequences: Iterable[Sequence]) -> None:
+    def _follow(self, sequences: Iterable[Sequence]) -> None:
         """Asks for the next masks of sequences that follow a grammar and have new tokens."""
-        if self._parts.guides is not None and request.spec.sampling.constraint is not None:
+        if self._parts.guides is not None:
             self._parts.guides.follow(each.guide for each in sequences)
 
     # --- from hand-offs (TransferOwner) ---
@@ -254,7 +313,7 @@ class Decodes:
         self._admission.handoff_landed(request)
         group.land(block_ids, first_tokens, self._pool)
         group.follow(self._cache)
-        self._follow(request, group.sequences)
+        self._follow(group.sequences)
         self._batch.join(request)
         self._moves.landed(request, first_tokens, self._parts.clock.now_s())
         if group.is_finished:

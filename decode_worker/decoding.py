@@ -1,159 +1,187 @@
-"""Running requests that only decode, as columns: what nearly all of a batch do in nearly every step.
+"""Choices that decode, as rows of a few arrays: the only form that a decode has, from plan to wire.
 
-A request is here if it has a single choice, whose prompt is computed, that searches with no beams and follows no
-grammar, and if it has taken part in a step as that. Its sequence keeps its own state, and nobody but this file moves it
-on while it is here; what a plan asks of each of them lies in a row of a few arrays as well, so that per step and
-sequence there is no more to do than to count. Only those whose last block is full are looked at one by one.
+A choice enters with the first step that computes its newest token and draws the next one. Its sequence keeps its own
+state, and nobody but this file moves it on while it is here; what a plan asks of it lies in its row as well, so that
+per step and choice there is little more to do than to count. One by one are looked at only: rows whose last block is
+full or shared, rows that wait for the host between two draws (grammars, beams), and draws that depend on more than
+columns, each of which has a spec in the step's `extras`.
 
-    settle     rows of requests that have gone are taken out, new ones put in
-    wanted     how many blocks the next step takes
-    schedule   the next step: all that can take part do
+A request of which every running choice is here is *whole*: all its rows take part in the next step, if they can. Other
+rows take part where a plan names them.
+
+    wanted     which whole requests step next, and how many blocks that takes
+    schedule   rows of the next step: those of `wanted`, those that a plan names, or both
+    leave …    takes rows out
 
 Holds no blocks: those are their sequences'.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from collections.abc import Sequence as SequenceOf
-from dataclasses import dataclass
 from itertools import compress
-from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
 from decode_worker.scheduler import Beside
-from engine.decode_rows import NO_DRAWS, DecodeRows, Ints
+from engine.draws import DrawColumns, Draws, SampleSpec
+from engine.history import Ints
 from engine.penalties import changes_logits_ever
 from engine.prefix_cache import PrefixCache
 from engine.sequence import Sequence
-from engine.step import SampleSpec
-from tandem.types import BlockId
+from engine.step import BlockCopy, DecodeRows
+from tandem.errors import InternalError
 from worker.request import Request
+from worker.source import Pair
 
-T = TypeVar("T")
 _NUM_COLUMNS = 6
 _COMPUTED, _LAST, _ROOM, _PROMPT, _DRAW, _STEP = range(_NUM_COLUMNS)
-"""Tokens computed · at so many it is exhausted · token slots of its blocks · tokens of its prompt · number of its draw
-in the step that it took part in last · number of that step."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Joining:
-    request: Request
-    draw: int
-    step: int
+"""Tokens computed · their number at which the choice is exhausted · token slots of its blocks · tokens of its prompt ·
+number of its draw in the step that it took part in last · number of that step."""
 
 
 class Decoding:
-    """Rows in the order in which their requests joined."""
+    """Rows in the order in which their choices entered."""
 
     def __init__(self, cache: PrefixCache) -> None:
         self._cache = cache
         self._pool = cache.pool
         self._num_steps = 0
         """Steps that were planned."""
-        self._joining: dict[Request, _Joining] = {}
-        self._rows: dict[Request, int] = {}
+        self._pairs: tuple[Pair, ...] = ()
+        self._is_plain: tuple[bool, ...] = ()
+        self._rows: dict[Sequence, int] = {}
+        self._of: dict[Request, list[int]] = {}
+        self._whole: dict[Request, int] = {}
+        """Seats of each."""
+        self._waiting: list[int] = []
+        """Rows that may not step while their last token is pending, since the host must see it first."""
+        self._others: list[int] = []
+        """Rows whose draws depend on more than columns."""
         self._has_gone: list[int] = []
-        self._pairs: tuple[tuple[Request, Sequence], ...] = ()
-        self._specs: tuple[SampleSpec, ...] = ()
-        self._block_tables: tuple[SequenceOf[BlockId], ...] = ()
-        self._draws = NO_DRAWS
-        self._is_plain = np.zeros(0, np.bool_)
-        """Whose draws `_draws` tell all of."""
-        self._all_plain = True
+        self._draws = DrawColumns.of(())
         self._columns = np.zeros((_NUM_COLUMNS, 0), np.int64)
         self._tables = np.full((0, 1), -1, np.int32)
+        self._able = np.zeros(0, np.bool_)
+        self._sharing: list[int] = []
+        """Rows that are about to write into a shared block. Both as `wanted` found them last."""
 
     def __contains__(self, request: Request) -> bool:
-        return request in self._rows or request in self._joining
+        """Whether the request is whole."""
+        return request in self._whole
 
-    def __len__(self) -> int:
-        return len(self._rows) + len(self._joining)
-
-    def __iter__(self) -> Iterator[Request]:
-        yield from self._rows
-        yield from self._joining
-
-    def step_planned(self) -> int:
-        """One more step is about to be launched; its number."""
-        self._num_steps += 1
-        return self._num_steps
-
-    def join(self, request: Request, draw: int) -> None:
-        """It takes part in the step planned last, as a decode, and is number `draw` of its draws."""
-        self._joining[request] = _Joining(request, draw, self._num_steps)
+    def steps(self, request: Request) -> bool:
+        """Whether a choice of the request took part in the newest step."""
+        return bool((self._columns[_STEP, self._of.get(request, [])] == self._num_steps).any())
 
     def leave(self, request: Request) -> None:
-        """A no-op if it is not here."""
-        self._joining.pop(request, None)
-        row = self._rows.pop(request, None)
-        if row is not None:
+        """Takes all rows of a request out. A no-op if it has none."""
+        self._has_gone += self._of.pop(request, ())
+        self._whole.pop(request, None)
+
+    def choice_left(self, request: Request, choice: Sequence) -> None:
+        """Takes the row of one choice out. A no-op if it has none."""
+        if choice in self._rows and request in self._of:
+            row = self._rows.pop(choice)
+            self._of[request].remove(row)
             self._has_gone.append(row)
 
-    def clear(self) -> None:
-        """Nobody is here."""
-        for request in list(self):
-            self.leave(request)
+    def beams_moved(self, request: Request) -> None:
+        """Takes out the rows of beams that nobody continued; those that are new have none yet."""
+        sequences = set(request.group.sequences)
+        for row in tuple(self._of.get(request, ())):
+            if self._pairs[row][1] not in sequences:
+                self.choice_left(request, self._pairs[row][1])
+        if len(self._of.get(request, ())) < len(sequences):
+            self._whole.pop(request, None)
 
     def wanted(self) -> Beside | None:
-        """What its next step takes; None if no sequence can step, or one must not write into its last block."""
+        """Returns what the rows of whole requests take in their next step; None if none of them can step."""
         self._settle()
         columns = self._columns
         able = columns[_COMPUTED] < columns[_LAST]
+        for row in self._waiting:
+            _, seq = self._pairs[row]
+            able[row] &= not seq.num_pending_tokens and not seq.awaits_mask
+        if len(self._whole) < len(self._of):
+            for request, rows in self._of.items():
+                able[rows] &= request in self._whole
+        self._able = able
         if not able.any():
             return None
-        at_border = columns[_COMPUTED] >= columns[_ROOM]
-        inside = np.flatnonzero(able & ~at_border)
-        if self._pool.any_shared(self._written_blocks(inside)):
-            return None
-        return Beside(self._rows.keys(), int(np.count_nonzero(at_border & able)))
+        is_full = columns[_COMPUTED] >= columns[_ROOM]
+        inside = np.flatnonzero(able & ~is_full)
+        self._sharing = inside[self._pool.shared(self._written_blocks(inside))].tolist()
+        num_blocks = int(np.count_nonzero(able & is_full)) + len(self._sharing)
+        return Beside(self._whole.keys(), sum(self._whole.values()), num_blocks)
 
-    def schedule(self, *, is_behind: bool) -> tuple[DecodeRows, tuple[tuple[Request, Sequence], ...]]:
-        """Its share of the step planned last, right after `wanted`, and whose rows these are, in their order.
+    def schedule(
+        self, planned: SequenceOf[Pair], *, beside: bool, is_behind: bool
+    ) -> tuple[DecodeRows | None, tuple[Pair, ...], list[BlockCopy]]:
+        """Returns the rows of a step that is about to be launched, whose rows these are, and the copies before it.
 
-        `is_behind`: whether the step planned before that is in flight; no other one is. Takes the blocks (raises
+        Those are `planned`, which may be new, and with `beside`, right after `wanted`, what that named.
+        `is_behind`: whether the step planned before is in flight; no other one is. Takes the blocks (raises
         PoolExhausted) and moves the sequences on.
         """
-        columns = self._columns
-        able = columns[_COMPUTED] < columns[_LAST]
-        rows = None if able.all() else np.flatnonzero(able)
-        self._grow(np.flatnonzero(able & (columns[_COMPUTED] >= columns[_ROOM])))
-        pairs, specs, tables = self._pairs, self._specs, self._block_tables
-        if rows is not None:
-            pairs, specs, tables = _of(pairs, able), _of(specs, able), _of(tables, able)
-        here: slice | Ints = slice(None) if rows is None else rows
-        context_lens = columns[_COMPUTED, here].copy()
+        self._num_steps += 1
+        self._settle()
+        sharing = self._sharing if beside else []
+        chosen = self._able if beside else np.zeros(len(self._pairs), np.bool_)
+        if planned:
+            self._take_in([pair for pair in planned if pair[1] not in self._rows])
+            chosen = np.append(chosen, np.zeros(len(self._pairs) - len(chosen), np.bool_))
+            named = [self._rows[seq] for _, seq in planned]
+            chosen[named] = True
+            sharing = sharing + named
+        if not chosen.any():
+            return None, (), []
+        copies = [copy for row in sharing for copy in self._own_last_block(row)]
+        self._grow(np.flatnonzero(chosen & (self._columns[_COMPUTED] >= self._columns[_ROOM])))
+        if chosen.all():
+            return self._moved_on(slice(None), self._others, self._pairs, is_behind=is_behind), self._pairs, copies
+        numbers = np.cumsum(chosen) - 1
+        others = [int(numbers[row]) for row in self._others if chosen[row]]
+        pairs = tuple(compress(self._pairs, chosen))
+        return self._moved_on(np.flatnonzero(chosen), others, pairs, is_behind=is_behind), pairs, copies
+
+    def _moved_on(
+        self, rows: Ints | slice, others: list[int], pairs: tuple[Pair, ...], *, is_behind: bool
+    ) -> DecodeRows:
+        """Moves the sequences of `rows` on by a token each, and returns the step's arrays.
+
+        `others`: numbers among them of those in `_others`.
+        """
+        columns, size = self._columns, self._pool.block_size
+        context_lens = columns[_COMPUTED, rows].copy()
+        output_indexes = context_lens + 1 - columns[_PROMPT, rows]
+        indexes = output_indexes.tolist() if others else ()
+        extras = tuple([(number, pairs[number][1].draw_spec(indexes[number])) for number in others])
+        token_ids = np.array([seq.schedule_newest() for _, seq in pairs], np.int64)
         feeds: Ints | None = None
         if is_behind:
-            feeds = np.where(columns[_STEP, here] == self._num_steps - 1, columns[_DRAW, here], -1)
+            feeds = np.where(columns[_STEP, rows] == self._num_steps - 1, columns[_DRAW, rows], -1)
             feeds = feeds if (feeds >= 0).any() else None
-        newest = [seq.schedule_newest() for _, seq in pairs]
-        token_ids = np.array(newest, np.int64)
         if feeds is not None:
             token_ids[feeds >= 0] = 0
-        draws = (self._draws if rows is None else self._draws[rows]) if self._all_plain else None
-        width = int(context_lens.max()) // self._pool.block_size + 1
-        decode_rows = DecodeRows(
-            token_ids=token_ids,
-            context_lens=context_lens,
-            feeds=feeds,
-            tables=self._tables[here, :width].copy(),
-            output_indexes=context_lens + 1 - columns[_PROMPT, here],
-            specs=specs,
-            block_tables=tables,
-            draws=draws,
-        )
-        columns[_COMPUTED, here] += 1
-        columns[_STEP, here] = self._num_steps
-        columns[_DRAW, here] = np.arange(len(pairs))
-        return decode_rows, pairs
+        width = int(context_lens.max()) // size + 1
+        columns[_COMPUTED, rows] += 1
+        columns[_STEP, rows] = self._num_steps
+        columns[_DRAW, rows] = np.arange(len(pairs))
+        draws = Draws(self._draws if isinstance(rows, slice) else self._draws[rows], output_indexes, extras)
+        return DecodeRows(token_ids, context_lens, self._tables[rows, :width].copy(), draws, feeds)
 
-    def _written_blocks(self, rows: npt.NDArray[np.intp]) -> npt.NDArray[np.intp]:
+    def _written_blocks(self, rows: Ints) -> npt.NDArray[np.intp]:
         blocks: npt.NDArray[np.int32] = self._tables[rows, self._columns[_COMPUTED, rows] // self._pool.block_size]
         return blocks.astype(np.intp)
+
+    def _own_last_block(self, row: int) -> tuple[BlockCopy, ...]:
+        request, seq = self._pairs[row]
+        copies = request.group.copy_on_write(seq, self._cache)
+        for copy in copies:
+            self._tables[row, self._columns[_COMPUTED, row] // self._pool.block_size] = copy.target
+        return copies
 
     def _grow(self, rows: npt.NDArray[np.intp]) -> None:
         """One more block for each of these rows."""
@@ -173,52 +201,52 @@ class Decoding:
             stays = np.ones(len(self._pairs), np.bool_)
             stays[self._has_gone] = False
             self._has_gone.clear()
-            self._pairs, self._specs = _of(self._pairs, stays), _of(self._specs, stays)
-            self._block_tables = _of(self._block_tables, stays)
+            self._pairs = tuple(compress(self._pairs, stays))
+            self._is_plain = tuple(compress(self._is_plain, stays))
             self._columns, self._tables = self._columns[:, stays], self._tables[stays]
-            self._draws, self._is_plain = self._draws[stays], self._is_plain[stays]
-            self._changed()
-        if self._joining:
-            self._take_in(tuple(self._joining.values()))
-            self._joining.clear()
+            self._draws = self._draws[stays]
             self._changed()
 
-    def _take_in(self, joining: tuple[_Joining, ...]) -> None:
-        pairs = tuple((each.request, each.request.group.prefix) for each in joining)
-        size = self._pool.block_size
-        columns = np.zeros((_NUM_COLUMNS, len(pairs)), np.int64)
-        width = max(self._tables.shape[1], *(len(seq.block_table) for _, seq in pairs))
+    def _take_in(self, pairs: list[Pair]) -> None:
+        if not pairs:
+            return
+        if any(seq.num_pending_tokens for _, seq in pairs):
+            raise InternalError("a choice enters while its last token is pending")
+        size, seqs = self._pool.block_size, [seq for _, seq in pairs]
+        width = max(self._tables.shape[1], *(len(seq.block_table) for seq in seqs))
         tables = np.full((len(pairs), width), -1, np.int32)
-        for row, (each, (_, seq)) in enumerate(zip(joining, pairs, strict=True)):
+        columns = np.zeros((_NUM_COLUMNS, len(pairs)), np.int64)
+        for row, seq in enumerate(seqs):
             last = seq.num_prompt_tokens + seq.params.max_tokens - 1
             room = len(seq.block_table) * size
-            columns[:, row] = (seq.num_computed_tokens, last, room, seq.num_prompt_tokens, each.draw, each.step)
+            columns[:, row] = (seq.num_computed_tokens, last, room, seq.num_prompt_tokens, 0, 0)
             tables[row, : len(seq.block_table)] = seq.block_table
         self._columns = np.concatenate((self._columns, columns), axis=1)
         self._tables = np.concatenate((_widened(self._tables, width), tables))
-        self._pairs += pairs
-        self._specs += tuple(seq.draw_spec() for _, seq in pairs)
-        self._block_tables += tuple(seq.block_table for _, seq in pairs)
-        params = [seq.params for _, seq in pairs]
-        self._draws = self._draws.and_of(params)
-        is_plain = [each.logprobs is None and not changes_logits_ever(each) for each in params]
-        self._is_plain = np.concatenate((self._is_plain, np.array(is_plain, np.bool_)))
+        specs = [SampleSpec(seq.params, 0, num_candidates=seq.num_candidates) for seq in seqs]
+        self._draws = self._draws.joined(DrawColumns.of(specs))
+        self._pairs += tuple(pairs)
+        self._is_plain += tuple([_is_plain(seq) for seq in seqs])
+        self._changed()
 
     def _changed(self) -> None:
-        self._rows = {request: row for row, (request, _) in enumerate(self._pairs)}
-        self._all_plain = bool(self._is_plain.all())
+        self._rows = {seq: row for row, (_, seq) in enumerate(self._pairs)}
+        self._waiting = [row for row, (_, seq) in enumerate(self._pairs) if not seq.runs_ahead]
+        self._others = [row for row, is_plain in enumerate(self._is_plain) if not is_plain]
+        self._of = {}
+        for row, (request, _) in enumerate(self._pairs):
+            self._of.setdefault(request, []).append(row)
+        self._whole = {
+            request: request.group.num_seats if request.spec.sampling.beam_width else len(rows)
+            for request, rows in self._of.items()
+            if len(rows) == len(request.group.sequences) or len(rows) == len(request.group.running)
+        }
 
 
-def may_join(request: Request) -> bool:
-    """Whether its sequence, once it has taken part in a step as a decode, needs no more than columns tell."""
-    group = request.group
-    return (
-        len(group.sequences) == 1 and group.is_forked and not group.prefix.num_candidates and group.prefix.guide is None
-    )
-
-
-def _of(rows: tuple[T, ...], chosen: npt.NDArray[np.bool_]) -> tuple[T, ...]:
-    return tuple(compress(rows, chosen))
+def _is_plain(seq: Sequence) -> bool:
+    """Whether no draw of it depends on more than columns."""
+    params = seq.params
+    return params.logprobs is None and not changes_logits_ever(params) and not seq.num_candidates and seq.guide is None
 
 
 def _widened(tables: npt.NDArray[np.int32], width: int) -> npt.NDArray[np.int32]:

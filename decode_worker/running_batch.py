@@ -11,19 +11,19 @@ from __future__ import annotations
 
 import bisect
 from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Sequence as SequenceOf
 from collections.abc import Set as AbstractSet
 from dataclasses import replace
 
-from decode_worker.decoding import Decoding, may_join
+from decode_worker.decoding import Decoding
 from decode_worker.growth import Forecast, Growth
 from decode_worker.scheduler import Beside, StepLimits, StepPlan, note_overtaken, plan_step
-from engine.decode_rows import StepSeqs
 from engine.prefix_cache import PrefixCache
 from engine.sequence import Sequence
-from engine.step import BlockCopy, ScheduledSeq, Step
+from engine.step import ScheduledSeq, Step
 from prefill_worker.prompts import Prompts
 from shell.telemetry.events import Preempted
-from tandem.types import WaitReason
+from tandem.types import BlockId, WaitReason
 from worker.budget import ChunkBudget
 from worker.releases import BlockReleases
 from worker.request import Request
@@ -55,7 +55,7 @@ class RunningBatch:
         self._requests: set[Request] = set()
         self._running: list[Request] = []
         self._decoding = Decoding(cache)
-        """Many of those that run."""
+        """Those of their choices that decode."""
         self._waiting: list[Request] = []
         self.is_dry = False
         """Whether some run, and at the last look none could for lack of blocks."""
@@ -97,11 +97,9 @@ class RunningBatch:
         blocks to go on, or they search with beams.
         """
         for request in self._running:
-            if request in self._decoding:
-                continue  # it gets a token with each step
             if request.group.num_remaining_tokens > request.group.num_seats:
                 yield request, WaitReason.PROMPT
-            elif request.group.num_missing_blocks(self._pool):
+            elif not self._decoding.steps(request) and request.group.num_missing_blocks(self._pool):
                 yield request, WaitReason.ROOM
             elif request.spec.sampling.beam_width:
                 yield request, WaitReason.SEARCH
@@ -137,8 +135,14 @@ class RunningBatch:
 
     def choice_ended(self, request: Request, choice: Sequence) -> None:
         """As `leave`, for one of several choices."""
+        self._decoding.choice_left(request, choice)
         request.group.remember_sequence(choice, self._cache)
         self.releases.release([choice.take_blocks()])
+
+    def beams_moved(self, request: Request, tables: Iterable[SequenceOf[BlockId]]) -> None:
+        """Its beams have gone on together; `tables` are those of beams that nobody continued."""
+        self._decoding.beams_moved(request)
+        self.releases.release(tables)
 
     def next_step(self) -> BatchedStep | None:
         """Plans a step with none in flight; None = no sequence can step now.
@@ -150,7 +154,7 @@ class RunningBatch:
             plan, beside = self._plan(self._limits_now())
             if self._attach(plan.admitted) or self._attach_more(plan):
                 continue
-            step = self._carry_out(plan, beside, None)
+            step = self._carry_out(plan, beside, is_behind=False)
             self.is_dry = step is None and plan.lacks_blocks
             if step is not None or not plan.preempted:
                 return step
@@ -168,9 +172,9 @@ class RunningBatch:
             return None
         if not all(_is_decode(request, seq) for request, seq, _ in plan.scheduled):
             return None
-        if len(plan.admitted) < len(self._waiting) and any(seq.is_exhausted for _, seq in running.seqs):
+        if len(plan.admitted) < len(self._waiting) and any(seq.is_exhausted for _, seq in running.rows):
             return None
-        return self._carry_out(plan, beside, running)
+        return self._carry_out(plan, beside, is_behind=True)
 
     @property
     def num_decodes(self) -> int:
@@ -203,7 +207,7 @@ class RunningBatch:
 
     def _plan(self, limits: StepLimits) -> tuple[StepPlan, Beside | None]:
         """The next step, and what else takes part in it; None = the plan is of all."""
-        beside = self._decoding.wanted() if len(self._decoding) else None
+        beside = self._decoding.wanted()
         if beside is not None:
             others = []
             if len(beside.requests) < len(self._running):
@@ -214,8 +218,8 @@ class RunningBatch:
         prompts = self._prompts_beside
         return plan_step(self._running, self._waiting, self._cache, limits, self._growth, prompts=prompts), None
 
-    def _carry_out(self, plan: StepPlan, beside: Beside | None, running: BatchedStep | None) -> BatchedStep | None:
-        """`beside`: what takes part too; `running`: the step in flight."""
+    def _carry_out(self, plan: StepPlan, beside: Beside | None, *, is_behind: bool) -> BatchedStep | None:
+        """`beside`: what takes part too; `is_behind`: whether the step planned before is in flight."""
         for request in plan.admitted:
             self._waiting.remove(request)
             bisect.insort(self._running, request, key=lambda each: each.rank)
@@ -226,27 +230,16 @@ class RunningBatch:
             return None
         if self._waiting and not self._waiting[0].group.holds_blocks and self._waiting[0].reads_cache:
             self._waiting[0].group.prefetch(self._cache)
-        num_decodes = sum(_is_decode(request, seq) for request, seq, _ in plan.scheduled)
-        if beside is None:
-            self._decoding.clear()  # what follows moves their sequences on
-        self._decoding.step_planned()
-        rows, pairs = (None, ()) if beside is None else self._decoding.schedule(is_behind=running is not None)
-        draws: dict[Sequence, int] = {}
-        if running is not None and plan.scheduled:
-            draws = {seq: draw for draw, (_, seq) in enumerate(running.seqs)}
-        copies: list[BlockCopy] = []
-        objects: list[ScheduledSeq] = []
-        for request, seq, num_tokens in plan.scheduled:
-            is_decode = _is_decode(request, seq)
+        decodes = [(request, seq) for request, seq, _ in plan.scheduled if _is_decode(request, seq)]
+        others = [each for each in plan.scheduled if not _is_decode(*each[:2])]
+        rows, pairs, copies = self._decoding.schedule(decodes, beside=beside is not None, is_behind=is_behind)
+        chunks: list[ScheduledSeq] = []
+        for request, seq, num_tokens in others:
             copies += request.group.copy_on_write(seq, self._cache)
-            objects.append(self._schedule(seq, num_tokens, draws.get(seq) if seq.num_pending_tokens else None))
-            if is_decode and may_join(request):
-                self._decoding.join(request, len(pairs) + len(objects) - 1)
-        seqs = tuple(objects) if rows is None else StepSeqs(rows, tuple(objects))
-        step = Step(seqs, tuple(copies), self._cache.take_moves())
-        num_rows = len(pairs)
-        pairs += tuple((request, seq) for request, seq, _ in plan.scheduled)
-        return BatchedStep(step, pairs, num_decodes + num_rows, num_rows)
+            chunks.append(self._schedule(seq, num_tokens))
+        step = Step(tuple(chunks), tuple(copies), self._cache.take_moves(), rows)
+        planned = tuple([request for request, *_ in plan.scheduled])
+        return BatchedStep(step, pairs, tuple([(request, seq) for request, seq, _ in others]), planned)
 
     def _attach(self, admitted: Iterable[Request]) -> bool:
         """Whether any of them has found blocks."""
@@ -277,11 +270,11 @@ class RunningBatch:
             self._running.remove(request)
             bisect.insort(self._waiting, request, key=lambda each: each.rank)
 
-    def _schedule(self, seq: Sequence, num_tokens: int, feed: int | None) -> ScheduledSeq:
+    def _schedule(self, seq: Sequence, num_tokens: int) -> ScheduledSeq:
         num_blocks = seq.blocks_wanted(num_tokens, self._pool.block_size)
         if num_blocks:
             seq.add_blocks(self._cache.allocate(num_blocks))
-        return seq.schedule(num_tokens, feed)
+        return seq.schedule(num_tokens)
 
 
 def _num_prompt_tokens_left(request: Request) -> int:

@@ -58,9 +58,10 @@ class Beside:
     """Decodes that take part in the step whatever the plan is, and are planned elsewhere (`decoding`)."""
 
     requests: Collection[Request]
-    """Each with one seat."""
+    num_seats: int
+    """Seats of these requests."""
     num_blocks: int
-    """That they take."""
+    """Blocks that they take in the step, at most."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,6 +128,7 @@ class _Planner:
         prompts: Iterable[Request],
     ) -> None:
         self._beside: Collection[Request] = () if beside is None else beside.requests
+        self._num_beside_seats = 0 if beside is None else beside.num_seats
         self._num_beside_blocks = 0 if beside is None else beside.num_blocks
         self._prompts = tuple(prompts)
         self._running = list(running)
@@ -157,7 +159,7 @@ class _Planner:
     def _admit(self) -> list[Request]:
         """Moves from waiting to running as far as seats and blocks go."""
         admitted: list[Request] = []
-        num_seats = sum(request.group.num_seats for request in self._running) + len(self._beside)
+        num_seats = sum(request.group.num_seats for request in self._running) + self._num_beside_seats
         is_short = False  # of blocks, for one that nobody else without blocks may overtake
         for request in sorted(self._waiting, key=_seat_order):
             has_blocks, is_overdue = request.group.holds_blocks, request.num_overtaken >= MAX_OVERTAKES

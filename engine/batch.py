@@ -1,4 +1,8 @@
-"""One step's tensors from its scheduled seqs, and the seam to the decoder that reads them.
+"""One step's tensors from its rows and chunks, and the seam to the decoder that reads them.
+
+    seqs     │ row 0 │ row 1 │ … │ chunk 0 │ chunk 1 │ …        B of them
+    tokens   │   1   │   1   │   │  k ≥ 1  │         │          T
+    draws    │   1   │   1   │   │  d ≥ 0  │         │          D, from R rows of logits
 
 Pure, and cheap, since it runs every step. Numpy does the work; torch is entered once per tensor.
 """
@@ -7,21 +11,22 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from engine.decode_rows import DecodeRows, StepSeqs
+from engine.draws import Draws
+from engine.history import Ints
 from engine.penalties import reads_output
 from engine.prompt_scores import ScorePlan
-from engine.step import SampleSpec, ScheduledSeq
+from engine.step import DecodeRows, ScheduledSeq
 from engine.upload import upload
 from kernels.attention import AttentionMetadata
 from tandem.errors import InternalError
 
-Ints = npt.NDArray[np.int64]
+_NO_INTS: Ints = np.zeros(0, np.int64)
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,17 +57,17 @@ class Batch:
     metadata: AttentionMetadata
     sample_rows: torch.Tensor
     """`[R]` int64, ascending: the tokens, as indices into T, whose logits are wanted; each once."""
-    sample_specs: tuple[SampleSpec, ...]
-    """D of them, seq after seq."""
+    draws: Draws
+    """D of them."""
     draw_rows: torch.Tensor | None
     """`[D]` int64: the row of each draw, as an index into R; None if draw i is from row i."""
+    num_rows: int
+    """Decodes: so many of the first seqs, each with one draw."""
     num_draws: tuple[int, ...]
-    """Of each seq; D in all."""
+    """Of each chunk."""
     feeds: Feeds | None
     scores: ScorePlan | None = None
     """Given if known tokens are to be scored."""
-    rows: DecodeRows | None = None
-    """Given if these are all that the step computes; `sample_specs` is empty then where `rows.draws` tell all."""
 
 
 class Forward(Protocol):
@@ -92,161 +97,146 @@ class Forward(Protocol):
         """`[R, E]` of `hidden` → logits `[R, V]`, in memory that the caller may write."""
 
 
-def build_batch(seqs: Sequence[ScheduledSeq], block_size: int, device: torch.device) -> Batch:
-    """Lays B > 0 seqs end to end. Raises InternalError if a seq's blocks do not hold its tokens."""
-    rows, others = (seqs.rows, seqs.others) if isinstance(seqs, StepSeqs) else (None, seqs)
-    if rows is not None and not others:
-        return _build_rows(rows, block_size, device)
-    num_rows = 0 if rows is None else len(rows)
-    token_ids = np.array([token_id for seq in others for token_id in seq.token_ids], dtype=np.int64)  # [T]
-    query_lens = np.array([1] * num_rows + [len(seq.token_ids) for seq in others], dtype=np.int64)  # [B]
-    context_lens = np.array([seq.context_len for seq in others], dtype=np.int64)  # [B]
-    if rows is not None:
-        token_ids = np.concatenate((rows.token_ids, token_ids))
-        context_lens = np.concatenate((rows.context_lens, context_lens))
-    seq_lens = context_lens + query_lens  # [B]
-    cu_seqlens_q = np.zeros(len(seqs) + 1, dtype=np.int32)  # [B + 1]
-    np.cumsum(query_lens, out=cu_seqlens_q[1:])
-    block_tables = _pad_tables(rows, others, seq_lens, block_size)  # [B, max_blocks]
-    # Token t of seq b has position context_lens[b] + (t - cu_seqlens_q[b]).
-    seq_of = np.repeat(np.arange(len(seqs)), query_lens)  # [T]
-    positions = np.arange(len(token_ids)) + (context_lens - cu_seqlens_q[:-1])[seq_of]  # [T]
-    slots = block_tables[seq_of, positions // block_size] * np.int64(block_size) + positions % block_size  # [T]
-    specs = (*(() if rows is None else rows.sample_specs()), *(spec for seq in others for spec in seq.samples))
-    num_draws = (1,) * num_rows + tuple(len(seq.samples) for seq in others)
-    sample_rows, draw_rows = _rows_of_draws(specs, num_draws, cu_seqlens_q)  # [R], [D]
-    feeds = _feeds(rows, others, num_draws, cu_seqlens_q)
-    fed_tokens, fed_by = (sample_rows[:0], sample_rows[:0]) if feeds is None else feeds[:2]  # [F], [F]
-    longs = (token_ids, positions, sample_rows, draw_rows, fed_tokens, fed_by, slots)
-    ints = (cu_seqlens_q, seq_lens.astype(np.int32), block_tables)
-    tokens, at, sampled_at, drawn_at, fed_at, fed, slot_mapping, starts, lens, tables = upload((*longs, *ints), device)
+class _Part(NamedTuple):
+    """The rows or the chunks of a step, laid end to end: B seqs, T tokens, R rows of logits."""
+
+    token_ids: Ints  # [T]
+    positions: Ints  # [T]
+    slots: Ints  # [T]
+    query_lens: tuple[int, ...]  # B of them
+    starts: npt.NDArray[np.int32]  # [B + 1], the seqs' first tokens, and T
+    seq_lens: Ints  # [B]
+    tables: npt.NDArray[np.int32]  # [B, W], -1 behind each seq's blocks
+    sample_rows: Ints  # [R]
+    draw_rows: Ints | None  # [D]; None = draw i is from row i
+    draws: Draws
+
+    def joined(self, others: _Part) -> _Part:
+        """Returns both, `others` behind."""
+        width, num_tokens = max(self.tables.shape[1], others.tables.shape[1]), len(self.token_ids)
+        draw_rows = None
+        if others.draw_rows is not None:
+            draw_rows = np.append(np.arange(len(self.sample_rows)), others.draw_rows + len(self.sample_rows))
+        return _Part(
+            np.append(self.token_ids, others.token_ids),
+            np.append(self.positions, others.positions),
+            np.append(self.slots, others.slots),
+            self.query_lens + others.query_lens,
+            np.append(self.starts[:-1], others.starts + np.int32(num_tokens)),
+            np.append(self.seq_lens, others.seq_lens),
+            np.concatenate([_widened(each.tables, width) for each in (self, others)]),
+            np.append(self.sample_rows, others.sample_rows + num_tokens),
+            draw_rows,
+            self.draws.joined(others.draws),
+        )
+
+
+def build_batch(
+    chunks: Sequence[ScheduledSeq], block_size: int, device: torch.device, rows: DecodeRows | None = None
+) -> Batch:
+    """Lays B > 0 seqs end to end, `rows` first. Raises InternalError if a seq's blocks do not hold its tokens."""
+    if rows is None:
+        part = _part_of_chunks(chunks, block_size)
+    elif chunks:
+        part = _part_of_rows(rows, block_size).joined(_part_of_chunks(chunks, block_size))
+    else:
+        part = _part_of_rows(rows, block_size)
+    fed = fed_by = draw_rows = _NO_INTS
+    if part.draw_rows is not None:
+        draw_rows = part.draw_rows
+    if rows is not None and rows.feeds is not None:
+        fed = np.flatnonzero(rows.feeds >= 0)  # [F]
+        fed_by = rows.feeds[fed]  # [F]
+    longs = (part.token_ids, part.positions, part.sample_rows, draw_rows, fed, fed_by, part.slots)
+    ints = (part.starts, part.seq_lens.astype(np.int32), np.ascontiguousarray(part.tables))
+    tokens, at, sampled_at, drawn_at, fed_at, feeds, slot_mapping, starts, lens, tables = upload(
+        (*longs, *ints), device
+    )
     metadata = AttentionMetadata(
         cu_seqlens_q=starts,
         seq_lens=lens,
         block_tables=tables,
         slot_mapping=slot_mapping,
-        query_lens_host=tuple(query_lens.tolist()),
-        seq_lens_host=tuple(seq_lens.tolist()),
+        query_lens_host=part.query_lens,
+        seq_lens_host=tuple(part.seq_lens.tolist()),
     )
-    is_scored = any(seq.scored is not None for seq in others)
+    num_rows = 0 if rows is None else len(rows)
+    is_scored = any(chunk.scored is not None for chunk in chunks)
     return Batch(
         token_ids=tokens,
         positions=at,
         metadata=metadata,
         sample_rows=sampled_at,
-        sample_specs=specs,
-        draw_rows=drawn_at if len(draw_rows) else None,
-        num_draws=num_draws,
-        feeds=None if feeds is None else Feeds(fed_at, fed, feeds[2]),
-        scores=ScorePlan.of(seqs, cu_seqlens_q, sample_rows, device) if is_scored else None,
+        draws=part.draws,
+        draw_rows=None if part.draw_rows is None else drawn_at,
+        num_rows=num_rows,
+        num_draws=tuple([len(chunk.samples) for chunk in chunks]),
+        feeds=Feeds(fed_at, feeds, _fed_histories(rows)) if rows is not None and len(fed) else None,
+        scores=ScorePlan.of(chunks, part.starts[num_rows:], part.sample_rows, device) if is_scored else None,
     )
 
 
-def _build_rows(rows: DecodeRows, block_size: int, device: torch.device) -> Batch:
-    """A step of nothing but decodes: one token and one draw for each seq."""
-    num_seqs, positions = len(rows), rows.context_lens
-    numbers = np.arange(num_seqs + 1)
-    seq_lens = positions + 1
-    block_tables = rows.tables[:, : int(positions.max()) // block_size + 1]  # [B, max_blocks]
+def _part_of_rows(rows: DecodeRows, block_size: int) -> _Part:
+    positions, numbers = rows.context_lens, np.arange(len(rows))
+    tables = rows.tables[:, : int(positions.max()) // block_size + 1]  # [B, W]
     at, offsets = np.divmod(positions, block_size)
-    blocks = block_tables[numbers[:-1], at]  # [B]
+    blocks = tables[numbers, at]  # [B]
     if blocks.min() < 0:
-        raise InternalError(f"no block for a token in a step of {num_seqs} seqs")
+        raise InternalError(f"no block for a token in a step of {len(rows)} rows")
     slots = blocks * np.int64(block_size) + offsets
-    fed_rows = np.flatnonzero(rows.feeds >= 0) if rows.feeds is not None else numbers[:0]  # [F]
-    fed_by = rows.feeds[fed_rows] if rows.feeds is not None else numbers[:0]  # [F]
-    longs = (rows.token_ids, positions, numbers[:-1], fed_rows, fed_by, slots)
-    ints = (numbers.astype(np.int32), seq_lens.astype(np.int32), np.ascontiguousarray(block_tables))
-    tokens, token_at, sampled_at, fed_at, fed, slot_mapping, starts, lens, tables = upload((*longs, *ints), device)
-    metadata = AttentionMetadata(
-        cu_seqlens_q=starts,
-        seq_lens=lens,
-        block_tables=tables,
-        slot_mapping=slot_mapping,
-        query_lens_host=(1,) * num_seqs,
-        seq_lens_host=tuple(seq_lens.tolist()),
-    )
-    return Batch(
-        token_ids=tokens,
-        positions=token_at,
-        metadata=metadata,
-        sample_rows=sampled_at,
-        sample_specs=rows.sample_specs() if rows.draws is None else (),
-        draw_rows=None,
-        num_draws=(1,) * num_seqs,
-        feeds=Feeds(fed_at, fed, _fed_histories(rows)) if len(fed_rows) else None,
-        rows=rows,
-    )
+    starts = np.arange(len(rows) + 1, dtype=np.int32)
+    ones = (1,) * len(rows)
+    return _Part(rows.token_ids, positions, slots, ones, starts, positions + 1, tables, numbers, None, rows.draws)
 
 
-def _rows_of_draws(
-    specs: Sequence[SampleSpec], num_draws: tuple[int, ...], cu_seqlens_q: npt.NDArray[np.int32]
-) -> tuple[Ints, Ints]:
-    """Returns the tokens `[R]` to draw from, each once, and each draw's index into them; none if they are 0, 1, …"""
-    from_end = np.array([spec.from_end for spec in specs], dtype=np.int64)  # [D]
-    seq_of = np.repeat(np.arange(len(num_draws)), num_draws)  # [D]
-    rows = cu_seqlens_q[1:][seq_of] - 1 - from_end  # [D]
-    if (from_end < 0).any() or (rows < cu_seqlens_q[:-1][seq_of]).any():
-        raise InternalError(f"a draw {from_end.max()} tokens before the end of a share that is shorter")
+def _part_of_chunks(chunks: Sequence[ScheduledSeq], block_size: int) -> _Part:
+    token_ids = np.array([token_id for chunk in chunks for token_id in chunk.token_ids], dtype=np.int64)  # [T]
+    query_lens = np.array([len(chunk.token_ids) for chunk in chunks], dtype=np.int64)  # [B]
+    context_lens = np.array([chunk.context_len for chunk in chunks], dtype=np.int64)  # [B]
+    starts = np.zeros(len(chunks) + 1, dtype=np.int32)  # [B + 1]
+    np.cumsum(query_lens, out=starts[1:])
+    tables = _tables_of(chunks, context_lens + query_lens, block_size)
+    # Token t of chunk b has position context_lens[b] + (t - starts[b]).
+    seq_of = np.repeat(np.arange(len(chunks)), query_lens)  # [T]
+    positions = np.arange(len(token_ids)) + (context_lens - starts[:-1])[seq_of]  # [T]
+    slots = tables[seq_of, positions // block_size] * np.int64(block_size) + positions % block_size  # [T]
+    sample_rows, draw_rows = _rows_of_draws(chunks, starts)
+    draws = Draws.of([spec for chunk in chunks for spec in chunk.samples])
+    lens, seq_lens = tuple(query_lens.tolist()), context_lens + query_lens
+    return _Part(token_ids, positions, slots, lens, starts, seq_lens, tables, sample_rows, draw_rows, draws)
+
+
+def _rows_of_draws(chunks: Sequence[ScheduledSeq], starts: npt.NDArray[np.int32]) -> tuple[Ints, Ints | None]:
+    """Returns the tokens `[R]` to draw from, each once, and each draw's index into them; None if they are 0, 1, …"""
+    from_end = np.array([spec.from_end for chunk in chunks for spec in chunk.samples], dtype=np.int64)  # [D]
+    seq_of = np.repeat(np.arange(len(chunks)), [len(chunk.samples) for chunk in chunks])  # [D]
+    rows = starts[1:][seq_of] - 1 - from_end  # [D]
+    if (from_end < 0).any() or (rows < starts[:-1][seq_of]).any():
+        raise InternalError(f"a draw {from_end.max()} tokens before the end of a chunk that is shorter")
     if (np.diff(rows) > 0).all():
-        return rows, rows[:0]
+        return rows, None
     unique, inverse = np.unique(rows, return_inverse=True)
     return unique, inverse.astype(np.int64)
 
 
-def _feeds(
-    rows: DecodeRows | None,
-    others: Sequence[ScheduledSeq],
-    num_draws: tuple[int, ...],
-    cu_seqlens_q: npt.NDArray[np.int32],
-) -> tuple[Ints, Ints, dict[int, int]] | None:
-    """Returns where fed tokens go and by which draws they come, `[F]` each, and `Feeds.history`; None if F = 0."""
-    num_rows = 0 if rows is None else len(rows)
-    fed = [(index, seq.feed) for index, seq in enumerate(others, num_rows) if seq.feed is not None]
-    if rows is not None and rows.feeds is not None:
-        fed = [(index, feed) for index, feed in enumerate(rows.feeds.tolist()) if feed >= 0] + fed
-    if not fed:
-        return None
-    feeds = np.array([feed for _, feed in fed], dtype=np.int64)
-    tokens = cu_seqlens_q[1:][[index for index, _ in fed]].astype(np.int64) - 1
-    first_draw = np.cumsum((0, *num_draws)).tolist()
-    history = {} if rows is None else _fed_histories(rows)
-    history |= {
-        first_draw[index] + number: feed
-        for index, feed in fed
-        if index >= num_rows
-        for number, spec in enumerate(others[index - num_rows].samples)
-        if spec.from_end == 0 and reads_output(spec.params)
-    }
-    return tokens, feeds, history
-
-
 def _fed_histories(rows: DecodeRows) -> dict[int, int]:
-    """Of the rows' part of `Feeds.history`; row i's draw is number i."""
-    if rows.feeds is None or rows.draws is not None:
+    """Returns `Feeds.history`."""
+    feeds = rows.feeds
+    if feeds is None:
         return {}
-    return {
-        index: feed
-        for index, (spec, feed) in enumerate(zip(rows.specs, rows.feeds.tolist(), strict=True))
-        if feed >= 0 and reads_output(spec.params)
-    }
+    return {row: int(feeds[row]) for row, spec in rows.draws.extras if feeds[row] >= 0 and reads_output(spec.params)}
 
 
-def _pad_tables(
-    rows: DecodeRows | None, others: Sequence[ScheduledSeq], seq_lens: Ints, block_size: int
-) -> npt.NDArray[np.int32]:
-    """Returns `[B, max_blocks]` int32, each seq's blocks and -1 behind them.
-
-    Only blocks that this step reads or writes: a table may run ahead of its tokens.
-    """
+def _tables_of(chunks: Sequence[ScheduledSeq], seq_lens: Ints, block_size: int) -> npt.NDArray[np.int32]:
+    """Returns `[B, W]`: only blocks that this step reads or writes, since a table may run ahead of its tokens."""
     num_blocks = (-(-seq_lens // block_size)).tolist()
-    tables = np.full((len(seq_lens), max(num_blocks)), -1, dtype=np.int32)
-    num_rows = 0
-    if rows is not None:
-        num_rows, width = len(rows), min(rows.tables.shape[1], tables.shape[1])
-        tables[:num_rows, :width] = rows.tables[:, :width]
-    for row, seq, count in zip(tables[num_rows:], others, num_blocks[num_rows:], strict=True):
-        if len(seq.block_table) < count:
-            raise InternalError(f"{len(seq.block_table)} blocks for {count * block_size} token slots")
-        row[:count] = np.asarray(seq.block_table, dtype=np.int32)[:count]
+    tables = np.full((len(chunks), max(num_blocks)), -1, dtype=np.int32)
+    for row, chunk, count in zip(tables, chunks, num_blocks, strict=True):
+        if len(chunk.block_table) < count:
+            raise InternalError(f"{len(chunk.block_table)} blocks for {count * block_size} token slots")
+        row[:count] = np.asarray(chunk.block_table, dtype=np.int32)[:count]
     return tables
+
+
+def _widened(tables: npt.NDArray[np.int32], width: int) -> npt.NDArray[np.int32]:
+    return np.pad(tables, ((0, 0), (0, width - tables.shape[1])), constant_values=-1)

@@ -202,9 +202,10 @@ class BlockPool:
         self._writers_gone[indices[states == _RECEIVING]] = 1
         self._free_blocks(indices[states == _QUARANTINED])
 
-    def any_shared(self, blocks: npt.NDArray[np.intp]) -> bool:
-        """Whether `is_shared` is true of any of them."""
-        return bool((self._ref_counts[blocks] > 1).any() or self._knowns[blocks].any())
+    def shared(self, blocks: npt.NDArray[np.intp]) -> npt.NDArray[np.bool_]:
+        """Returns `is_shared` of each."""
+        shared: npt.NDArray[np.bool_] = (self._ref_counts[blocks] > 1) | (self._knowns[blocks] != 0)
+        return shared
 
     def counts(self, unused_slots: int = 0) -> PoolCounts:
         """Returns the blocks by state. `unused_slots`: token slots of LIVE blocks without a token, as holders know."""

@@ -14,12 +14,10 @@ from __future__ import annotations
 import asyncio
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from itertools import chain
 
-from engine.decode_rows import any_fed
 from engine.device import is_lost
 from engine.runner import Launched, Prepared, Runner
-from engine.step import BrokenLogits, Direction, Step, StepFailed, StepResult
+from engine.step import Direction, Step, StepFailed, StepResult
 from tandem.errors import InternalError
 
 MAX_IN_FLIGHT = 2
@@ -62,7 +60,7 @@ class EngineThread:
             raise InternalError(f"more than {MAX_IN_FLIGHT} steps in flight")
         loop = asyncio.get_running_loop()
         reads_loaded = self._num_in_flight > 0 and self._last_loads
-        is_fed = reads_loaded or any_fed(step.seqs)
+        is_fed = reads_loaded or (step.rows is not None and step.rows.feeds is not None)
         launched = _Launch(loop, loop.create_future(), is_fed)
         self._last_loads = any(move.direction is Direction.IN for move in step.moves)
         prepared: Prepared | Exception
@@ -131,13 +129,11 @@ class EngineThread:
         if isinstance(outcome, Exception):
             self._num_failures += not isinstance(outcome, FeederFailed)
             return
-        has_draws = False
-        for drawn in chain.from_iterable(outcome.outputs):
-            if not isinstance(drawn, BrokenLogits):
-                self._num_failures = 0
-                return
-            has_draws = True
-        self._num_failures += has_draws and not launch.is_fed
+        token_ids = outcome.drawn.token_ids
+        if any(token_id >= 0 for token_id in token_ids):
+            self._num_failures = 0
+        else:
+            self._num_failures += bool(token_ids) and not launch.is_fed
 
 
 def _broken(why: str, outcome: StepResult | Exception) -> EngineBroken:

@@ -24,7 +24,7 @@ import numpy.typing as npt
 from llguidance import LLExecutor, LLMatcher
 from llguidance.numpy import fill_next_token_bitmask_par
 
-from engine.step import TokenMask
+from engine.draws import TokenMask
 from models.grammar import GrammarCompiler
 from shell.telemetry.logging import get_logger
 from tandem.errors import InternalError, InvalidRequest, TandemError

@@ -66,13 +66,13 @@ class LogprobPlan:
     """`[r]` int64: the draws, on the logits' device."""
 
     @classmethod
-    def of(cls, counts: Sequence[int | None], device: torch.device) -> LogprobPlan | None:
-        """`counts` by draw, None where it wants none; None if no draw wants any."""
-        draws = tuple(number for number, count in enumerate(counts) if count is not None)
-        if not draws:
+    def of(cls, counts: Sequence[tuple[int, int]], device: torch.device) -> LogprobPlan | None:
+        """Returns None for no `counts`, each with the number of its draw."""
+        if not counts:
             return None
+        draws, wanted = zip(*counts, strict=True)
         (rows,) = upload((np.array(draws, dtype=np.int64),), device)
-        return cls(draws, tuple(counts[number] or 0 for number in draws), rows)
+        return cls(draws, wanted, rows)
 
     def of_drawn(self, logits: torch.Tensor, token_ids: torch.Tensor) -> BestTokens:
         """From raw logits `[D, V]` float32, and what was drawn from them, `[D]` int64 with -1 for broken rows."""

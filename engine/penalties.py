@@ -8,7 +8,7 @@ In this order, which is that of transformers, each from the row's own parameters
     presence     logit - a, for each id of the completion
     frequency    logit - b * count, for each id of the completion
     min_tokens   -inf for the end ids while fewer tokens than that have been sampled
-    mask         -inf for every token whose bit is 0 (`engine.step.TokenMask`)
+    mask         -inf for every token whose bit is 0 (`engine.draws.TokenMask`)
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from engine.draws import FixedChanges, SampleSpec, TokenMask
 from engine.history import Ints, TokenHistory, distinct
-from engine.step import FixedChanges, SampleSpec, TokenMask
 from engine.upload import upload
 from tandem.errors import InternalError
 from tandem.token_ids import TokenIds
@@ -85,12 +85,12 @@ class LogitChanges:
     ends: _Entries
 
     @classmethod
-    def of(cls, specs: Sequence[SampleSpec], fed_by: Mapping[int, int], device: torch.device) -> LogitChanges | None:
-        """None if no draw asks for any.
+    def of(cls, draws: Sequence[_Row], fed_by: Mapping[int, int], device: torch.device) -> LogitChanges | None:
+        """Returns None if none of `draws`, each with its number, asks for any.
 
         `fed_by`: for a draw whose history lacks the token that a feed brings: which draw of the step before brings it.
         """
-        changed = [(number, spec) for number, spec in enumerate(specs) if changes_logits(spec)]
+        changed = [draw for draw in draws if changes_logits(draw[1])]
         if not changed:
             return None
         kinds = (
@@ -273,12 +273,11 @@ class TokenMasks:
     """`[M, W]` int32 on a GPU, which unpacks them; on a CPU `[M, W * 32]` float32, 0 or -inf."""
 
     @classmethod
-    def of(cls, masks: Sequence[TokenMask | None], device: torch.device) -> TokenMasks | None:
-        """`masks` by draw, all of one length; None if no draw has one. Raises InternalError if lengths differ."""
-        draws = tuple(number for number, mask in enumerate(masks) if mask is not None)
-        if not draws:
+    def of(cls, masks: Sequence[tuple[int, TokenMask]], device: torch.device) -> TokenMasks | None:
+        """Returns None for no `masks`, each with the number of its draw. Raises InternalError if lengths differ."""
+        if not masks:
             return None
-        given = [mask for mask in masks if mask is not None]
+        draws, given = zip(*masks, strict=True)
         if len({mask.shape for mask in given}) > 1:
             raise InternalError(f"token masks of {sorted({mask.shape for mask in given})} words in one step")
         words = np.stack(given)  # [M, W]

@@ -55,7 +55,7 @@ class ScorePlan:
     """S > 0 known tokens that a step of T tokens scores, and the rows that it needs for that and for its draws."""
 
     seqs: tuple[tuple[int, int], ...]
-    """Number of each seq that has any, and how many."""
+    """Number of each chunk that has any, and how many."""
     best: LogprobPlan
     """Its rows `[S]` index into U."""
     token_ids: torch.Tensor
@@ -68,13 +68,13 @@ class ScorePlan:
     @classmethod
     def of(
         cls,
-        seqs: Sequence[ScheduledSeq],
+        chunks: Sequence[ScheduledSeq],
         starts: npt.NDArray[np.int32],
         sample_rows: npt.NDArray[np.int64],
         device: torch.device,
     ) -> ScorePlan | None:
-        """None if no seq has tokens to score. `starts` `[B + 1]` index into T, as `sample_rows` `[R]` do."""
-        wanted = [(number, seq.scored) for number, seq in enumerate(seqs) if seq.scored is not None]
+        """Returns None if no chunk has tokens to score. `starts` of the chunks and `sample_rows` `[R]` index into T."""
+        wanted = [(number, chunk.scored) for number, chunk in enumerate(chunks) if chunk.scored is not None]
         if not wanted:
             return None
         rows = np.concatenate([starts[n] + each.first_row + np.arange(len(each.token_ids)) for n, each in wanted])
@@ -101,7 +101,7 @@ class ScorePlan:
         return BestTokens(self.best, values, indices, own)
 
     def read(self, best: BestTokens) -> dict[int, Scores]:
-        """By number of seq, once `best` is on the host."""
+        """Returns scores by number of chunk, once `best` is on the host."""
         found, token_ids = best.read(), self.token_ids.tolist()
         scores: dict[int, Scores] = {}
         start = 0

@@ -1,4 +1,4 @@
-"""One engine step: seqs, block copies and tier moves in, drawn tokens out.
+"""One engine step: rows, chunks, block copies and tier moves in, drawn tokens out.
 
     prepare   any thread    the step's layout in numpy, uploaded beside the step that runs
     launch    engine thread moves out, moves in, copies, KV and logits, draws; on a GPU queued, not awaited
@@ -18,14 +18,13 @@ import numpy as np
 import torch
 
 from engine.batch import Batch, Forward, build_batch
-from engine.decode_rows import DrawnTokens
 from engine.device import Device, Mark
 from engine.graphs import DecodeGraphs
 from engine.host_tier import HostTier
 from engine.kv_cache import KvCache
 from engine.logprobs import BestTokens
-from engine.sampler import Drawn, DrawPlan, draw, plan_draws, plan_rows
-from engine.step import BlockCopy, Direction, Sampled, Step, StepResult, TierMove
+from engine.sampler import Drawn, DrawPlan, draw, plan_draws
+from engine.step import BlockCopy, Direction, DrawnTokens, Step, StepResult, TierMove
 from engine.upload import upload
 from kernels.operations import Kernels
 from kernels.reference import ReferenceBackend
@@ -93,11 +92,11 @@ class Runner:
 
     def prepare(self, step: Step) -> Prepared:
         """Lays out a step; the seqs' tables have been read when it returns. Raises InternalError if it cannot be."""
-        if not step.seqs:
+        if not step.chunks and step.rows is None:
             raise InternalError("a step without seqs")
         self._check_moves(step)
         with self._device.uploading():
-            batch = build_batch(step.seqs, self._block_size, self._kv.device)
+            batch = build_batch(step.chunks, self._block_size, self._kv.device, step.rows)
             return Prepared(
                 batch=batch,
                 plan=self._plan(batch),
@@ -129,16 +128,12 @@ class Runner:
             self._device.synchronize()
             raise
         batch, fetched = launched.prepared.batch, launched.fetched
-        outputs: Sequence[tuple[Sampled, ...]]
-        if batch.rows is not None and fetched is not None and (token_ids := fetched.read_bare()) is not None:
-            outputs = DrawnTokens(token_ids)
-        else:
-            sampled = [] if fetched is None else fetched.read()
-            borders = pairwise(accumulate(batch.num_draws, initial=0))
-            outputs = tuple(tuple(sampled[start:end]) for start, end in borders)
+        drawn = DrawnTokens() if fetched is None else fetched.read()
+        borders = pairwise(accumulate(batch.num_draws, initial=batch.num_rows))
+        outputs = tuple(tuple(drawn[number] for number in range(start, end)) for start, end in borders)
         seconds = launched.ended.seconds_since(launched.began)
         scored = {} if batch.scores is None or launched.scores is None else batch.scores.read(launched.scores)
-        return StepResult(outputs, seconds, scored)
+        return StepResult(outputs, seconds, scored, drawn)
 
     def _launch(self, prepared: Prepared, previous: Launched | None) -> Launched:
         batch, plan = prepared.batch, prepared.plan
@@ -175,17 +170,10 @@ class Runner:
         return self._decoder.project(hidden.index_select(0, batch.scores.sample_rows)), scores
 
     def _plan(self, batch: Batch) -> DrawPlan | None:
-        if batch.rows is not None and batch.rows.draws is not None:
-            plan = plan_rows(batch.rows.draws, batch.rows.output_indexes, self._kernels, self._kv.device)
-            if plan is not None:
-                return plan
-        specs = batch.sample_specs
-        if batch.rows is not None and not specs:  # they were left out for the plan above, which these kernels lack
-            specs = batch.rows.sample_specs()
-        if not specs:
+        if not len(batch.draws):
             return None
         fed_by = {} if batch.feeds is None else batch.feeds.history
-        return plan_draws(specs, self._kernels, self._kv.device, fed_by)
+        return plan_draws(batch.draws, self._kernels, self._kv.device, fed_by)
 
     def _pairs(self, copies: Sequence[BlockCopy]) -> torch.Tensor:
         pairs = np.array([(copy.source, copy.target) for copy in copies], dtype=np.int64)  # [M, 2]

@@ -18,6 +18,8 @@ and the best of the result are taken; temperature and filters have no effect.
     draw         queues the work; on a GPU nothing waits
     read         what was drawn, once it is on the host
 
+Temperature, filters and seeds are columns of all draws; steps 1 and 2 are for those draws alone that ask for them.
+
 Rows are worked on together but never look at each other: on a CPU a row's token is the same,
 bit for bit, alone and in any batch. There is no state; any worker can draw any token.
 """
@@ -25,27 +27,26 @@ bit for bit, alone and in any batch. There is no state; any worker can draw any 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 
 import numpy as np
 import torch
 
-from engine.decode_rows import DrawColumns, Ints
+from engine.draws import DrawColumns, Draws, SampleSpec
 from engine.logprobs import BestTokens, LogprobPlan, best_tokens, log_softmax_rows, tiles
 from engine.penalties import LogitChanges, TokenMasks, changes_logits
 from engine.philox import uniforms
 from engine.row_scan import chunk_masses, first_max, inverse_cdf, largest
-from engine.step import BrokenLogits, Sampled, SampledToken, SampleSpec
+from engine.step import DrawnTokens, SampledToken
 from engine.upload import upload
 from kernels.operations import Kernels
 from kernels.sampling import DrawParams, RowMaximum, Sampler
-from tandem.types import SamplingParams, TokenId, TokenLogprobs
+from tandem.types import TokenLogprobs
 
 _MIN_TEMPERATURE = 1e-30
 """Below it float32 runs out of exponents; the draw is the best token well before."""
-_LARGEST_INT32 = 2**31 - 1
 _NOT_FED: Mapping[int, int] = MappingProxyType({})
 _NUCLEUS_GUESSES = (64, 1024)
 """How many best tokens are searched for a nucleus before the whole vocabulary is sorted."""
@@ -55,7 +56,7 @@ _NUCLEUS_GUESSES = (64, 1024)
 class _TorchDraws:
     """Arguments of steps 4 to 7 for the r rows that have a temperature."""
 
-    specs: tuple[SampleSpec, ...]
+    columns: DrawColumns  # of r
     rows: torch.Tensor  # [r] int64
     divisors: torch.Tensor  # [r] float32
     targets: torch.Tensor  # [r] float64
@@ -65,7 +66,6 @@ class _TorchDraws:
 class DrawPlan:
     """D draws, with all that can be known before their logits; tensors on the logits' device."""
 
-    specs: tuple[SampleSpec, ...]
     row_max: RowMaximum | None
     """Given if every draw wants the raw logits' maximum and nothing else; all below is None or empty then."""
     sampler: Sampler | None = None
@@ -94,66 +94,44 @@ class Drawn:
         candidates = None if self.candidates is None else self.candidates.fetch(to_host)
         return Drawn(to_host(self.token_ids), logprobs, candidates)
 
-    def read_bare(self) -> list[TokenId] | None:
-        """One token for each draw; None if there is more to tell, or less."""
-        if self.logprobs is not None or self.candidates is not None:
-            return None
-        token_ids: list[TokenId] = self.token_ids.tolist()
-        return token_ids if min(token_ids) >= 0 else None
-
-    def read(self) -> list[Sampled]:
-        """One for each draw."""
-        logprobs = {} if self.logprobs is None else self.logprobs.read()
-        candidates = {} if self.candidates is None else self.candidates.read()
-        drawn: list[Sampled] = []
-        for number, token_id in enumerate(self.token_ids.tolist()):
-            if token_id < 0:
-                drawn.append(BrokenLogits())
-            elif number in candidates:
-                _, top = candidates[number]  # fewer than asked for where a mask leaves fewer
-                found = (TokenLogprobs(*pair) for pair in top if pair[1] > -math.inf)
-                drawn.append(tuple(SampledToken(each.token_id, each) for each in found))
-            elif number in logprobs:
-                drawn.append((SampledToken(token_id, TokenLogprobs(token_id, *logprobs[number])),))
-            else:
-                drawn.append((SampledToken(token_id, None),))
-        return drawn
+    def read(self) -> DrawnTokens:
+        """Returns what is on the host."""
+        token_ids = self.token_ids.tolist()
+        more: dict[int, tuple[SampledToken, ...]] = {}
+        for number, found in {} if self.logprobs is None else self.logprobs.read().items():
+            more[number] = (SampledToken(token_ids[number], TokenLogprobs(token_ids[number], *found)),)
+        for number, (_, top) in {} if self.candidates is None else self.candidates.read().items():
+            # Fewer than asked for where a mask leaves fewer.
+            candidates = (TokenLogprobs(*pair) for pair in top if pair[1] > -math.inf)
+            more[number] = tuple(SampledToken(each.token_id, each) for each in candidates)
+        return DrawnTokens(token_ids, more)
 
 
-def plan_draws(
-    specs: Sequence[SampleSpec], kernels: Kernels, device: torch.device, fed_by: Mapping[int, int] = _NOT_FED
-) -> DrawPlan:
+def plan_draws(draws: Draws, kernels: Kernels, device: torch.device, fed_by: Mapping[int, int] = _NOT_FED) -> DrawPlan:
     """What `draw` needs besides the logits, for D > 0 draws; uploads to `device`, and has read their histories then.
 
     `fed_by`: for each draw whose history lacks a token that is fed: which draw of the step before brings it.
     """
-    if kernels.row_max is not None and all(map(_takes_best, specs)):
-        return DrawPlan(tuple(specs), kernels.row_max)
-    has_temperature = any(map(_temperature, specs))
-    return DrawPlan(
-        specs=tuple(specs),
+    columns = draws.columns
+    extras, has_temperature = draws.extras, bool(columns.temperature.any())
+    if kernels.row_max is not None and not has_temperature and not any(_needs_more(spec) for _, spec in extras):
+        return DrawPlan(kernels.row_max)
+    plan = DrawPlan(
         row_max=None,
         sampler=kernels.sampler,
-        by_kernels=_draw_params(specs, device) if has_temperature and kernels.sampler is not None else None,
-        by_torch=_torch_draws(specs, device) if has_temperature and kernels.sampler is None else None,
-        changes=LogitChanges.of(specs, fed_by, device),
-        masks=TokenMasks.of([spec.mask for spec in specs], device),
-        logprobs=LogprobPlan.of([None if s.num_candidates else s.params.logprobs for s in specs], device),
-        candidates=LogprobPlan.of([spec.num_candidates or None for spec in specs], device),
+        by_kernels=_draw_params(draws, device) if has_temperature and kernels.sampler is not None else None,
+        by_torch=_torch_draws(draws, device) if has_temperature and kernels.sampler is None else None,
     )
-
-
-def plan_rows(columns: DrawColumns, output_indexes: Ints, kernels: Kernels, device: torch.device) -> DrawPlan | None:
-    """As `plan_draws`, of columns; None where it takes more than these."""
-    has_temperature = bool(columns.temperature.any())
-    if not has_temperature and kernels.row_max is not None:
-        return DrawPlan((), kernels.row_max)
-    if kernels.sampler is None:
-        return None
-    if not has_temperature:
-        return DrawPlan((), None, kernels.sampler)
-    arrays = (columns.temperature, columns.top_k, columns.top_p, columns.min_p, columns.seed, output_indexes)
-    return DrawPlan((), None, kernels.sampler, DrawParams(*upload(arrays, device)))
+    if not extras:
+        return plan
+    logprobs = [(n, spec.params.logprobs) for n, spec in extras if not spec.num_candidates]
+    return replace(
+        plan,
+        changes=LogitChanges.of(extras, fed_by, device),
+        masks=TokenMasks.of([(n, spec.mask) for n, spec in extras if spec.mask is not None], device),
+        logprobs=LogprobPlan.of([(n, count) for n, count in logprobs if count is not None], device),
+        candidates=LogprobPlan.of([(n, spec.num_candidates) for n, spec in extras if spec.num_candidates], device),
+    )
 
 
 def draw(
@@ -180,20 +158,9 @@ def draw(
     )
 
 
-def _takes_best(spec: SampleSpec) -> bool:
-    """Whether the raw logits' maximum is all that the draw wants."""
-    return (
-        spec.params.temperature == 0.0
-        and spec.params.logprobs is None
-        and spec.mask is None
-        and not spec.num_candidates
-        and not changes_logits(spec)
-    )
-
-
-def _temperature(spec: SampleSpec) -> float:
-    """0 for the best token: of candidates too, which have been put in its place."""
-    return 0.0 if spec.num_candidates else spec.params.temperature
+def _needs_more(spec: SampleSpec) -> bool:
+    """Whether the draw depends on more than its columns."""
+    return spec.params.logprobs is not None or spec.mask is not None or spec.num_candidates > 0 or changes_logits(spec)
 
 
 def _adjusted(logits: torch.Tensor, plan: DrawPlan, fed_ids: torch.Tensor | None) -> torch.Tensor:
@@ -217,35 +184,23 @@ def _choose(logits: torch.Tensor, plan: DrawPlan) -> torch.Tensor:
         return plan.sampler.best_tokens(logits) if draws is None else plan.sampler.draw(logits, draws)
     best, chosen = first_max(logits)  # [D], [D]
     if plan.by_torch is not None:
-        for start, end in tiles(len(plan.by_torch.specs), logits):
+        for start, end in tiles(len(plan.by_torch.rows), logits):
             _draw(logits, best, chosen, plan.by_torch, slice(start, end))
     return torch.where(best.abs() < torch.inf, chosen, -1)  # fewer launches than `isfinite`, which is four operations
 
 
-def _draw_params(specs: Sequence[SampleSpec], device: torch.device) -> DrawParams:
-    params = [spec.params for spec in specs]
-    return DrawParams(
-        *upload(
-            (
-                np.array([_temperature(spec) for spec in specs], dtype=np.float32),
-                np.array([min(p.top_k, _LARGEST_INT32) for p in params], dtype=np.int32),
-                np.array([p.top_p for p in params], dtype=np.float64),
-                np.array([p.min_p for p in params], dtype=np.float32),
-                np.array([p.seed & 0xFFFFFFFFFFFFFFFF for p in params], dtype=np.uint64).view(np.int64),
-                np.array([spec.output_index for spec in specs], dtype=np.int64),
-            ),
-            device,
-        )
-    )
+def _draw_params(draws: Draws, device: torch.device) -> DrawParams:
+    columns = draws.columns
+    arrays = (columns.temperature, columns.top_k, columns.top_p, columns.min_p, columns.seed, draws.output_indexes)
+    return DrawParams(*upload(arrays, device))
 
 
-def _torch_draws(specs: Sequence[SampleSpec], device: torch.device) -> _TorchDraws:
-    rows = [row for row, spec in enumerate(specs) if _temperature(spec) > 0.0]
-    drawn = tuple(specs[row] for row in rows)
-    temperatures = [max(_temperature(spec), _MIN_TEMPERATURE) for spec in drawn]
-    numbers = uniforms([spec.params.seed for spec in drawn], [spec.output_index for spec in drawn])
-    arrays = (np.array(rows, dtype=np.int64), np.array(temperatures, dtype=np.float32), numbers)
-    return _TorchDraws(drawn, *upload(arrays, device))
+def _torch_draws(draws: Draws, device: torch.device) -> _TorchDraws:
+    rows = np.flatnonzero(draws.columns.temperature > 0.0)
+    columns = draws.columns[rows]
+    divisors = np.maximum(columns.temperature, np.float32(_MIN_TEMPERATURE))
+    numbers = uniforms(columns.seed.tolist(), draws.output_indexes[rows].tolist())
+    return _TorchDraws(columns, *upload((rows, divisors, numbers), device))
 
 
 def _draw(logits: torch.Tensor, best: torch.Tensor, chosen: torch.Tensor, draws: _TorchDraws, tile: slice) -> None:
@@ -257,11 +212,11 @@ def _draw(logits: torch.Tensor, best: torch.Tensor, chosen: torch.Tensor, draws:
     scores = logits.index_select(0, rows)  # [r, V], a copy
     scores.sub_(best[rows, None]).div_(draws.divisors[tile, None])  # at most 0
     weights = scores.exp()
-    masses = truncate(scores, weights, [spec.params for spec in draws.specs[tile]])
+    masses = truncate(scores, weights, draws.columns[tile])
     chosen[rows] = inverse_cdf(weights, masses, draws.targets[tile])
 
 
-def truncate(scores: torch.Tensor, weights: torch.Tensor, params: Sequence[SamplingParams]) -> torch.Tensor:
+def truncate(scores: torch.Tensor, weights: torch.Tensor, columns: DrawColumns) -> torch.Tensor:
     """Zeroes the weights of tokens that the filters remove, in place; returns `chunk_masses(weights)`.
 
     Each filter keeps the most probable tokens down to some score; equal scores stay or go together, so that
@@ -271,22 +226,22 @@ def truncate(scores: torch.Tensor, weights: torch.Tensor, params: Sequence[Sampl
     `scores` `[R, V]` float32 with maximum 0 in each row, `weights` = exp(scores).
     """
     vocab_size = scores.shape[1]
-    threshold = scores.new_full((len(params),), -torch.inf)  # [R]
-    if by_k := [row for row, p in enumerate(params) if 0 < p.top_k < vocab_size]:
-        top_k = torch.tensor([params[row].top_k for row in by_k], device=scores.device)
+    threshold = scores.new_full((len(columns.top_k),), -torch.inf)  # [R]
+    if by_k := np.flatnonzero((columns.top_k > 0) & (columns.top_k < vocab_size)).tolist():
+        top_k = torch.from_numpy(columns.top_k[by_k]).to(scores.device, torch.int64)
         best, _ = largest(_take(scores, by_k), int(top_k.max()))
         threshold[by_k] = best.gather(1, top_k[:, None] - 1)[:, 0]
         _keep_from(weights, scores, threshold)
     masses = chunk_masses(weights)
-    by_p = [row for row, p in enumerate(params) if p.top_p < 1.0]
-    by_min_p = [row for row, p in enumerate(params) if p.min_p > 0.0]
+    by_p = np.flatnonzero(columns.top_p < 1.0).tolist()
+    by_min_p = np.flatnonzero(columns.min_p > 0.0).tolist()
     if not by_p and not by_min_p:
         return masses
     if by_p:
-        top_p = torch.tensor([params[row].top_p for row in by_p], dtype=torch.float64, device=scores.device)
+        top_p = torch.from_numpy(columns.top_p[by_p]).to(scores.device)
         threshold[by_p] = _nucleus_threshold(_take(scores, by_p), top_p * masses[by_p, -1])
     if by_min_p:
-        min_p = torch.tensor([params[row].min_p for row in by_min_p], device=scores.device)
+        min_p = torch.from_numpy(columns.min_p[by_min_p]).to(scores.device)
         threshold[by_min_p] = torch.maximum(threshold[by_min_p], min_p.log())  # the best weight is exp(0)
     _keep_from(weights, scores, threshold)
     return chunk_masses(weights)

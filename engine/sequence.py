@@ -7,8 +7,8 @@
     ├──────────── known ───────────┤── pending ──┤
     ├──────────── computed ────────────────┤ remaining
 
-`schedule` moves computed and pending on as a step is launched; `append_token` turns a pending token
-into a known one; `roll_back` undoes what a launched step computed for nothing. It decides nothing:
+`schedule` moves computed and pending on as a chunk is launched, `schedule_newest` as a row is; `append_token` turns a
+pending token into a known one; `roll_back` undoes what a launched step computed for nothing. It decides nothing:
 the worker's scheduler calls it, and releases what `take_blocks` returns.
 """
 
@@ -21,17 +21,15 @@ from dataclasses import replace
 from typing import TypeAlias, cast
 
 from engine.beam import num_candidates
+from engine.draws import SampleSpec
 from engine.guides import Guide
 from engine.history import Ints, TokenHistory
 from engine.penalties import fixed_changes, has_fixed_changes, penalised_ids, reads_output
 from engine.prompt_scores import PromptScores
-from engine.step import SampleSpec, ScheduledSeq
+from engine.step import ScheduledSeq
 from tandem.errors import InternalError
 from tandem.token_ids import TokenIds
 from tandem.types import BlockId, FinishReason, SamplingParams, TokenId
-
-_UNKNOWN = TokenId(0)
-
 
 BlockTable: TypeAlias = MutableSequence[BlockId]
 """An `array` of C ints: a step's batch copies it in one go."""
@@ -151,9 +149,15 @@ class Sequence:
         """Tokens before the completion."""
         return len(self._prompt_token_ids)
 
-    def draw_spec(self) -> SampleSpec:
-        """Its draws while it follows no grammar and is no beam, but for their output index."""
-        return SampleSpec(self.params, 0, self._history, 0, 0, None, self._fixed)
+    def draw_spec(self, output_index: int) -> SampleSpec:
+        """Returns its draw of that number, the next one or the one behind a pending token."""
+        params, mask = self.params, None
+        if self.guide is not None:
+            mask = self.guide.mask
+            if output_index < params.min_tokens and self.guide.leaves_only(params.end_token_ids):
+                params = replace(params, min_tokens=0)  # the grammar allows nothing but an end
+        # By place, and so in half the time: it is done for each seq in each step.
+        return SampleSpec(params, output_index, self._history, 0, self.num_candidates, mask, self._fixed)
 
     def blocks_wanted(self, num_tokens: int, block_size: int) -> int:
         """Blocks to add before `num_tokens` more tokens can be computed; copies on write not counted."""
@@ -191,25 +195,27 @@ class Sequence:
         self.num_computed_tokens = self.num_ended_tokens = self.num_cached_tokens = 0
         return blocks
 
-    def schedule(self, num_tokens: int, feed: int | None = None) -> ScheduledSeq:
-        """Its share of a step that is about to be launched: its next tokens, and the draws if they are the last.
+    def schedule(self, num_tokens: int) -> ScheduledSeq:
+        """Returns its chunk of a step about to be launched: its next tokens, and the draws if they are the last ones.
 
-        With `feed`, the last of them is the draw of that number in the step launched just before. Moves
-        `num_computed_tokens` on, and the drawers' `num_pending_tokens`.
+        Moves `num_computed_tokens` on, and the drawers' `num_pending_tokens`.
         """
         start, end = self.num_computed_tokens, self.num_computed_tokens + num_tokens
         num_known = self.num_tokens - self.num_pending_tokens
-        if (
-            self.finish_reason is not None
-            or not start < end <= num_known + 1
-            or (end > num_known) != (feed is not None)
-        ):
+        if self.finish_reason is not None or not start < end <= num_known:
             raise InternalError(f"tokens {start}..{end} of {num_known} scheduled")
-        token_ids = self._tokens(start, end) if feed is None else (*self._tokens(start, end - 1), _UNKNOWN)
+        token_ids = self._tokens(start, end)
         samples = tuple([each._draw() for each in self.drawers]) if end == self.num_tokens else ()
         scored = None if self.prompt_scores is None else self.prompt_scores.of_chunk(start, end)
         self.num_computed_tokens = end
-        return ScheduledSeq(token_ids, start, self.block_table, samples, feed, scored)
+        return ScheduledSeq(token_ids, start, self.block_table, samples, scored)
+
+    def schedule_newest(self) -> TokenId:
+        """Moves it on as `schedule` of its newest token does, for a row; returns that, or the known one before it."""
+        self.num_computed_tokens += 1
+        self.num_pending_tokens += 1
+        self.num_tokens += 1
+        return self._output_token_ids[-1]
 
     def twin(self) -> Sequence:
         """Another one with the same known tokens, at the same place of its grammar; nothing of it is computed."""
@@ -270,25 +276,12 @@ class Sequence:
             self.finish_reason = FinishReason.STOP if token_id in params.end_token_ids else FinishReason.LENGTH
         return self.finish_reason
 
-    def schedule_newest(self) -> TokenId:
-        """As `schedule` of its newest token, without the object; returns that token, or the known one before it."""
-        self.num_computed_tokens += 1
-        self.num_pending_tokens += 1
-        self.num_tokens += 1
-        return self._output_token_ids[-1]
-
     def _draw(self) -> SampleSpec:
-        """Its next draw; the token is pending from now on."""
-        output_index = self.num_tokens - len(self._prompt_token_ids)
+        """Returns its next draw; the token is pending from now on."""
+        spec = self.draw_spec(self.num_tokens - len(self._prompt_token_ids))
         self.num_pending_tokens += 1
         self.num_tokens += 1
-        params, mask = self.params, None
-        if self.guide is not None:
-            mask = self.guide.mask
-            if output_index < params.min_tokens and self.guide.leaves_only(params.end_token_ids):
-                params = replace(params, min_tokens=0)  # the grammar allows nothing but an end
-        # By place, and so in half the time: it is done for each seq in each step.
-        return SampleSpec(params, output_index, self._history, 0, self.num_candidates, mask, self._fixed)
+        return spec
 
     def _tokens(self, start: int, end: int) -> tuple[TokenId, ...]:
         num_prompt = len(self._prompt_token_ids)

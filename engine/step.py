@@ -1,7 +1,10 @@
 """What one engine step takes and gives: plain data between scheduler, runner and sampler.
 
-A step is launched once and ends once. Two may be in flight: the second may take as its input
-what the first draws (`ScheduledSeq.feed`). The order within a step is
+    rows      decodes, as columns: each computes its newest token and draws the next one
+    chunks    shares of prompts, an object each; the last one of a prompt draws each choice's first token
+
+A step is launched once and ends once. Two may be in flight: rows of the second may take as their input
+what the first draws (`DecodeRows.feeds`). The order within a step is
 
     moves out of the pool → moves into it → block copies → KV and logits of all seqs → draws
 """
@@ -16,12 +19,11 @@ from typing import NamedTuple, NewType, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from engine.history import TokenHistory
+from engine.draws import Draws, SampleSpec
+from engine.history import Ints
 from tandem.errors import InternalError, TandemError
-from tandem.types import BlockId, RequestId, SamplingParams, TokenId, TokenLogprobs
+from tandem.types import BlockId, RequestId, TokenId, TokenLogprobs
 
-TokenMask: TypeAlias = npt.NDArray[np.uint32]
-"""`[ceil(V / 32)]`: bit `t % 32` of word `t // 32` is set where token t may be drawn."""
 HostRow = NewType("HostRow", int)
 """Index of a block's place in the host tier; ids of its own, no block ids of the pool."""
 
@@ -50,46 +52,6 @@ class TierMove:
     direction: Direction
 
 
-@dataclass(frozen=True, slots=True)
-class FixedChanges:
-    """What a choice's parameters change in its logits in every step alike."""
-
-    bias_ids: npt.NDArray[np.int64]
-    biases: npt.NDArray[np.float32]
-    """Of each of `bias_ids`."""
-    end_ids: npt.NDArray[np.int64]
-    """Not to be drawn before min_tokens."""
-
-
-class SampleSpec(NamedTuple):
-    """One draw, and everything that it depends on besides the logits.
-
-    A tuple, as all that is made once per seq and step: it costs a third of a frozen dataclass.
-    """
-
-    params: SamplingParams
-    """With the seed of the choice that draws."""
-    output_index: int
-    """Number of the token to draw within the completion, from 0: the generator's counter."""
-    history: TokenHistory | None = None
-    """Given only if `params` has a penalty; without the token that a feed brings, which is added where it is drawn.
-
-    May be the seq's own: `launch` reads it before it returns.
-    """
-    from_end: int = 0
-    """From which of the seq's scheduled tokens: 0 = the last, 1 = the one before, …"""
-    num_candidates: int = 0
-    """0 = one token is drawn as `params` say; k = the k best with their log-probabilities, best first (beam search).
-
-    Fewer where the mask leaves fewer. As in transformers' beam search, biases, penalties and mask change the
-    log-probabilities of the raw logits, which are not normalized again; temperature and filters have no effect.
-    """
-    mask: TokenMask | None = None
-    """Tokens that may be drawn; None = all."""
-    fixed: FixedChanges | None = None
-    """Of `params`, if it is kept; None = made where it is needed."""
-
-
 class ScoredTokens(NamedTuple):
     """Known tokens of which the log-probabilities are wanted: each as the one that follows a scheduled token."""
 
@@ -101,7 +63,7 @@ class ScoredTokens(NamedTuple):
 
 
 class ScheduledSeq(NamedTuple):
-    """One seq's share of a step: compute KV for `token_ids` at positions from `context_len` on.
+    """A chunk of a prompt: compute KV for `token_ids` at positions from `context_len` on.
 
     `block_table` may be the seq's own table: `launch` reads it before it returns.
     """
@@ -111,22 +73,52 @@ class ScheduledSeq(NamedTuple):
     block_table: Sequence[BlockId]
     samples: tuple[SampleSpec, ...] = ()
     """Draws from its logits; several choices may draw from one row."""
-    feed: int | None = None
-    """Set where the last of `token_ids` is not known yet: it is what draw number `feed` of the step launched just
-    before brings (the best, of candidates), counted over all its seqs; `token_ids` holds 0 in its place."""
     scored: ScoredTokens | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeRows:
+    """B > 0 decodes of one step; draw i is row i's. The arrays are the step's own."""
+
+    token_ids: Ints
+    """`[B]`: each seq's newest token; 0 where a feed brings it."""
+    context_lens: Ints
+    """`[B]`: position of that token."""
+    tables: npt.NDArray[np.int32]
+    """`[B, W]`: each seq's blocks, -1 behind them; W is at least what this step reads or writes."""
+    draws: Draws
+    feeds: Ints | None = None
+    """`[B]`: number of the draw of the step launched just before that brings the newest token (the best of candidates),
+    -1 where it is known; None = all are."""
+
+    def __len__(self) -> int:
+        return len(self.token_ids)
+
+    @classmethod
+    def of(cls, chunks: Sequence[ScheduledSeq], feeds: Sequence[int] | None = None) -> DecodeRows:
+        """Returns decodes that are given as chunks of one token with one draw each."""
+        tables = np.full((len(chunks), max(len(chunk.block_table) for chunk in chunks)), -1, np.int32)
+        for row, chunk in zip(tables, chunks, strict=True):
+            row[: len(chunk.block_table)] = chunk.block_table
+        return cls(
+            np.array([token_id for chunk in chunks for token_id in chunk.token_ids], np.int64),
+            np.array([chunk.context_len for chunk in chunks], np.int64),
+            tables,
+            Draws.of([spec for chunk in chunks for spec in chunk.samples]),
+            None if feeds is None else np.array(feeds, np.int64),
+        )
 
 
 @dataclass(frozen=True, slots=True)
 class Step:
     """One step; never empty."""
 
-    seqs: Sequence[ScheduledSeq]
-    """A tuple, or `decode_rows.StepSeqs`."""
+    chunks: tuple[ScheduledSeq, ...]
     copies: tuple[BlockCopy, ...] = ()
     """Made as if one after the other: a source that its last holder let go may be a later copy's target."""
     moves: tuple[TierMove, ...] = ()
     """No block is moved into twice, and none that is moved into is the source of a copy."""
+    rows: DecodeRows | None = None
 
 
 class StepFailed(InternalError):
@@ -166,11 +158,28 @@ Scores: TypeAlias = tuple[TokenLogprobs, ...] | BrokenLogits
 
 
 @dataclass(frozen=True, slots=True)
+class DrawnTokens:
+    """What the draws of a step brought."""
+
+    token_ids: Sequence[TokenId] = ()
+    """By number of draw: the token, the best of candidates, or -1 where the row of logits is broken."""
+    more: Mapping[int, tuple[SampledToken, ...]] = field(default_factory=dict)
+    """By number of draw: the token with its log-probabilities, or the candidates."""
+
+    def __getitem__(self, number: int) -> Sampled:
+        if self.token_ids[number] < 0:
+            return BrokenLogits()
+        return self.more.get(number) or (SampledToken(self.token_ids[number], None),)
+
+
+@dataclass(frozen=True, slots=True)
 class StepResult:
     """What a step drew, and how long it took."""
 
     outputs: Sequence[tuple[Sampled, ...]]
-    """Per seq in order, one `Sampled` for each of its `samples`."""
+    """Per chunk in order, one `Sampled` for each of its `samples`."""
     seconds: float
     scored: Mapping[int, Scores] = field(default_factory=dict)
-    """By number of seq, for those that have `scored`."""
+    """By number of chunk, for those that have `scored`."""
+    drawn: DrawnTokens = DrawnTokens()
+    """By number of draw; the first ones are the rows'."""

@@ -13,9 +13,10 @@ from dataclasses import dataclass
 
 import torch
 
+from engine.draws import SampleSpec
 from engine.kv_cache import KvCache
 from engine.runner import Runner
-from engine.step import BlockCopy, SampleSpec, ScheduledSeq, ScoredTokens, Step
+from engine.step import BlockCopy, DecodeRows, ScheduledSeq, ScoredTokens, Step
 from kernels.digest import digest_blocks
 from kernels.operations import Kernels
 from models.loading import LoadedModel
@@ -69,8 +70,8 @@ def warm_up_steps(sizes: StepSizes, block_size: int) -> tuple[int, tuple[Step, .
         count, rest = divmod(min(num_tokens, sizes.chunk_tokens), longest)
         return (*seqs(count, longest, 0), *(seqs(1, rest, 0) if rest else ()))[: sizes.max_seqs]
 
-    def decodes(count: int) -> tuple[ScheduledSeq, ...]:
-        return seqs(max(1, min(count, sizes.max_seqs)), 1, fresh + chunk, _GREEDY)
+    def decodes(count: int, spec: SampleSpec = _GREEDY) -> DecodeRows:
+        return DecodeRows.of(seqs(max(1, min(count, sizes.max_seqs)), 1, fresh + chunk, spec))
 
     def scored(num_tokens: int) -> tuple[ScheduledSeq, ...]:
         """Scores the first of these prompts from its second token on."""
@@ -83,13 +84,13 @@ def warm_up_steps(sizes: StepSizes, block_size: int) -> tuple[int, tuple[Step, .
     copy = BlockCopy(BlockId(0), BlockId(num_blocks - 1))
     return num_blocks, (
         Step(largest),
-        Step((*decodes(sizes.max_seqs - len(largest)), *largest)),
+        Step(largest, rows=decodes(sizes.max_seqs - len(largest))),
         Step(seqs(num_chunks, chunk, fresh, _GREEDY)),
-        *(Step(some) for count in _BETWEEN for some in (scored(count), decodes(count))),
-        Step((*decodes(_BETWEEN[0]), *scored(_BETWEEN[0]))),
-        Step(decodes(sizes.max_seqs)),
-        Step(seqs(sizes.max_seqs, 1, fresh + chunk, _DRAWN), copies=(copy,)),
-        Step(seqs(1, 1, fresh + chunk, _DRAWN)),
+        *(step for count in _BETWEEN for step in (Step(scored(count)), Step((), rows=decodes(count)))),
+        Step(scored(_BETWEEN[0]), rows=decodes(_BETWEEN[0])),
+        Step((), rows=decodes(sizes.max_seqs)),
+        Step((), copies=(copy,), rows=decodes(sizes.max_seqs, _DRAWN)),
+        Step((), rows=decodes(1, _DRAWN)),
     )
 
 

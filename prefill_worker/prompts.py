@@ -196,7 +196,9 @@ class Prompts:
             return None
         seqs = tuple(request.group.prefix.schedule(num_tokens) for request, num_tokens in chunks)
         pairs = tuple((request, request.group.prefix) for request, _ in chunks)
-        return BatchedStep(Step(seqs, moves=self._cache.take_moves()), pairs, num_decodes=0)
+        return BatchedStep(
+            Step(seqs, moves=self._cache.take_moves()), (), pairs, tuple(request for request, _ in chunks)
+        )
 
     def step_behind(self, running: BatchedStep) -> BatchedStep | None:
         """Returns None: planning takes a small part of a step of prompts, and newcomers would miss a step behind it."""

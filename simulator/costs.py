@@ -21,7 +21,7 @@ from pathlib import Path
 
 import numpy as np
 
-from engine.step import ScheduledSeq
+from engine.step import Step
 from tandem.errors import ConfigError
 
 _MOST_HIDDEN_ROWS = 256
@@ -41,17 +41,19 @@ class StepWork:
     """Sum over prompt tokens of the number of tokens before each."""
 
     @classmethod
-    def of(cls, seqs: Sequence[ScheduledSeq]) -> StepWork:
-        """That of a scheduled step."""
+    def of(cls, step: Step) -> StepWork:
+        """Returns that of a step; a chunk of one token costs what a decode does."""
         decodes = context = prompts = before = 0
-        for seq in seqs:
-            length = len(seq.token_ids)
+        if step.rows is not None:
+            decodes, context = len(step.rows), int(step.rows.context_lens.sum())
+        for chunk in step.chunks:
+            length = len(chunk.token_ids)
             if length == 1:
                 decodes += 1
-                context += seq.context_len
+                context += chunk.context_len
             else:
                 prompts += length
-                before += length * seq.context_len + length * (length - 1) // 2
+                before += length * chunk.context_len + length * (length - 1) // 2
         return cls(decodes, context, prompts, before)
 
     @property

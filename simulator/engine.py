@@ -8,17 +8,16 @@ from __future__ import annotations
 import asyncio
 import math
 from collections import deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from random import Random
 
-from engine.step import SampledToken, Step, StepResult
+from engine.step import DrawnTokens, SampledToken, Step, StepResult
 from simulator.costs import Sharing, StepCosts, StepWork
 from tandem.types import TokenId
 
 OUTPUT_TOKEN = TokenId(0)
 """What every draw brings."""
 _TOKEN = (SampledToken(OUTPUT_TOKEN, None),)
-_Outputs = tuple[tuple[tuple[SampledToken, ...], ...], ...]
 
 
 @dataclass(slots=True, eq=False)
@@ -26,7 +25,8 @@ class _Run:
     """A step that was launched and has not ended."""
 
     engine: SimulatedEngine
-    outputs: _Outputs
+    result: StepResult
+    """But for its seconds."""
     decode_s: float
     prompt_s: float
     """Both alone on the host."""
@@ -99,13 +99,14 @@ class SimulatedEngine:
 
     def launch(self, step: Step) -> asyncio.Future[StepResult]:
         """See `StepEngine`."""
-        work = StepWork.of(step.seqs)
+        work = StepWork.of(step)
         differs_s = math.expm1(self._rng.gauss(0.0, self._jitter)) * self._costs.base if self._jitter else 0.0
         seconds = self._costs.seconds(work) + differs_s
         decodes = StepWork(work.decodes, work.context_tokens, 0, 0)
         decode_s = self._costs.seconds(decodes) + differs_s if work.decodes else 0.0
-        outputs = tuple([(_TOKEN,) * len(seq.samples) for seq in step.seqs])
-        run = _Run(self, outputs, decode_s, seconds - decode_s, seconds)
+        outputs = tuple([(_TOKEN,) * len(chunk.samples) for chunk in step.chunks])
+        drawn = DrawnTokens((OUTPUT_TOKEN,) * (0 if step.rows is None else len(step.rows)))
+        run = _Run(self, StepResult(outputs, 0.0, drawn=drawn), decode_s, seconds - decode_s, seconds)
         self._launched.append(run)
         if len(self._launched) == 1:
             self._host.begin(run)
@@ -120,4 +121,4 @@ class SimulatedEngine:
         if self._launched:
             self._host.begin(self._launched[0])
         if not run.future.done():
-            run.future.set_result(StepResult(run.outputs, seconds))
+            run.future.set_result(replace(run.result, seconds=seconds))

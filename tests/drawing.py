@@ -6,9 +6,10 @@ from collections.abc import Sequence
 
 import torch
 
+from engine.draws import Draws, SampleSpec
 from engine.history import TokenHistory, distinct
 from engine.sampler import draw, plan_draws
-from engine.step import Sampled, SampleSpec
+from engine.step import Sampled
 from kernels.operations import Kernels
 from kernels.reference import ReferenceBackend
 from kernels.reference_operations import ReferenceOperations
@@ -31,4 +32,5 @@ TORCH = drawing_kernels()
 
 def sample(logits: torch.Tensor, specs: Sequence[SampleSpec], kernels: Kernels = TORCH) -> list[Sampled]:
     """Draw i from row i of `logits` `[R, V]`."""
-    return draw(logits, plan_draws(specs, kernels, logits.device)).fetch(torch.Tensor.cpu).read()
+    drawn = draw(logits, plan_draws(Draws.of(specs), kernels, logits.device)).fetch(torch.Tensor.cpu).read()
+    return [drawn[number] for number in range(len(specs))]

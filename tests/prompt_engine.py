@@ -79,21 +79,21 @@ class FakeEngine:
         """A token before which logits are broken."""
 
     def launch(self, step: Step) -> asyncio.Task[StepResult]:
-        self.batches.append(step.seqs)
-        return asyncio.create_task(self._run(step, [tuple(seq.block_table) for seq in step.seqs]))
+        self.batches.append(step.chunks)
+        return asyncio.create_task(self._run(step, [tuple(seq.block_table) for seq in step.chunks]))
 
     async def _run(self, step: Step, tables: list[tuple[BlockId, ...]]) -> StepResult:
         await self.gate.passed()
         self.num_steps += 1
         if self.error is None:
             self._move(step.moves)
-        for seq, table in zip(step.seqs, tables, strict=True):
+        for seq, table in zip(step.chunks, tables, strict=True):
             self._compute(seq, table)
         if self.error is not None:
             error, self.error = self.error, None
             raise error
-        scored = {number: self._score(seq.scored) for number, seq in enumerate(step.seqs) if seq.scored is not None}
-        return StepResult(tuple(self._sample(seq) for seq in step.seqs), 0.5, scored)
+        scored = {number: self._score(seq.scored) for number, seq in enumerate(step.chunks) if seq.scored is not None}
+        return StepResult(tuple(self._sample(seq) for seq in step.chunks), 0.5, scored)
 
     def _score(self, scored: ScoredTokens) -> Scores:
         """Each by its own id."""

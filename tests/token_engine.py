@@ -9,12 +9,13 @@ import numpy as np
 
 from engine.beam import BeamSearch, num_candidates
 from engine.block_pool import BlockPool
+from engine.draws import SampleSpec
 from engine.step import (
     BrokenLogits,
     Direction,
+    DrawnTokens,
     Sampled,
     SampledToken,
-    SampleSpec,
     ScheduledSeq,
     Step,
     StepResult,
@@ -22,7 +23,8 @@ from engine.step import (
 )
 from tandem.errors import InternalError
 from tandem.lifecycle import BlockState
-from tandem.types import BlockId, Candidates, GroupSpec, TokenId, TokenLogprobs
+from tandem.types import Candidates, GroupSpec, TokenId, TokenLogprobs
+from tests.decode_rows import feeds_of, seqs_of
 
 VOCAB_SIZE = 1000
 WAIT_S = 10.0
@@ -64,6 +66,18 @@ def _searched(spec: GroupSpec) -> BeamSearch:
     return search
 
 
+def drawn_of(outputs: Sequence[Sequence[Sampled]]) -> DrawnTokens:
+    """What the draws of a step come to that brought these, seq after seq."""
+    drawn = [sampled for output in outputs for sampled in output]
+    token_ids = [TokenId(-1) if isinstance(each, BrokenLogits) else each[0].token_id for each in drawn]
+    more = {number: each for number, each in enumerate(drawn) if not isinstance(each, BrokenLogits)}
+    return DrawnTokens(token_ids, {number: each for number, each in more.items() if each[0].logprobs is not None})
+
+
+def is_fed(step: Step) -> bool:
+    return any(feed >= 0 for feed in feeds_of(step))
+
+
 class FakeEngine:
     """Keeps a token per slot where a model would keep KV, and samples from what it finds there.
 
@@ -89,7 +103,7 @@ class FakeEngine:
         self._may_end.set()
         self._num_allowed = 0
         self._last: asyncio.Task[StepResult] | None = None
-        self._last_drawn: list[int] | None = None
+        self._last_drawn: list[TokenId] | None = None
         self._news = asyncio.Event()
 
     @property
@@ -122,15 +136,17 @@ class FakeEngine:
             self.slots[block_ids[position // size], position % size] = token_id
 
     def launch(self, step: Step) -> asyncio.Task[StepResult]:
-        assert step.seqs
+        assert step.chunks or step.rows is not None
         assert self.num_in_flight < 2
-        feeds = self._last if self.num_in_flight else None
-        assert feeds is not None or all(seq.feed is None for seq in step.seqs)
+        assert self.num_in_flight or not is_fed(step)
         self.steps.append(step)
         self.max_in_flight = max(self.max_in_flight, self.num_in_flight)
-        tables = [tuple(seq.block_table) for seq in step.seqs]
+        seqs = [
+            (seq._replace(block_table=tuple(seq.block_table)), feed)
+            for seq, feed in zip(seqs_of(step), feeds_of(step), strict=True)
+        ]
         reads_loaded = self.num_in_flight > 1 and any(move.direction is Direction.IN for move in self.steps[-2].moves)
-        run = self._run(len(self.steps) - 1, step, tables, self._last, reads_loaded=reads_loaded)
+        run = self._run(len(self.steps) - 1, step, seqs, self._last, reads_loaded=reads_loaded)
         self._last = asyncio.create_task(run)
         self._news.set()
         return self._last
@@ -139,12 +155,12 @@ class FakeEngine:
         self,
         number: int,
         step: Step,
-        tables: list[tuple[BlockId, ...]],
+        seqs: list[tuple[ScheduledSeq, int]],
         before: asyncio.Task[StepResult] | None,
         *,
         reads_loaded: bool,
     ) -> StepResult:
-        named = {*(b for table in tables for b in table), *(c.source for c in step.copies)}
+        named = {*(b for seq, _ in seqs for b in seq.block_table), *(c.source for c in step.copies)}
         generations = {block: self._pool.generation(block) for block in named}
         assert not {copy.target for copy in step.copies} & {copy.source for copy in step.copies}
         if before is not None:
@@ -159,22 +175,21 @@ class FakeEngine:
         for block, generation in generations.items():
             assert self._pool.state(block) is BlockState.LIVE, "freed under the engine"
             assert self._pool.generation(block) == generation, "freed under the engine"
-        is_fed = reads_loaded or any(seq.feed is not None for seq in step.seqs)
-        if number in self.errors or (is_fed and self._last_drawn is None):
+        if number in self.errors or ((reads_loaded or is_fed(step)) and self._last_drawn is None):
             self._last_drawn = None
             raise self.errors.get(number, InternalError("the step before it failed"))
-        return self._compute_all(step, tables)
+        return self._compute_all(step, seqs)
 
-    def _compute_all(self, step: Step, tables: list[tuple[BlockId, ...]]) -> StepResult:
+    def _compute_all(self, step: Step, seqs: list[tuple[ScheduledSeq, int]]) -> StepResult:
         self._move(step.moves)
         for copy in step.copies:
             for offset in range(self._pool.block_size):
                 if (copy.source, offset) in self.slots:
                     self.slots[copy.target, offset] = self.slots[copy.source, offset]
-        outputs = tuple(self._compute(seq, table) for seq, table in zip(step.seqs, tables, strict=True))
-        drawn = [sampled for output in outputs for sampled in output]
-        self._last_drawn = [-1 if isinstance(each, BrokenLogits) else each[0].token_id for each in drawn]
-        return StepResult(outputs, self.step_s)
+        outputs = tuple(self._compute(*each) for each in seqs)
+        drawn = drawn_of(outputs)
+        self._last_drawn = list(drawn.token_ids)
+        return StepResult(outputs[len(seqs) - len(step.chunks) :], self.step_s, drawn=drawn)
 
     def _move(self, moves: Sequence[TierMove]) -> None:
         offsets = range(self._pool.block_size)
@@ -185,12 +200,12 @@ class FakeEngine:
             if move.direction is Direction.IN:
                 self.slots.update({(move.block, at): self.rows[move.row][at] for at in offsets})
 
-    def _compute(self, seq: ScheduledSeq, table: tuple[BlockId, ...]) -> tuple[Sampled, ...]:
-        token_ids = list(seq.token_ids)
-        if seq.feed is not None:
+    def _compute(self, seq: ScheduledSeq, feed: int) -> tuple[Sampled, ...]:
+        token_ids, table = list(seq.token_ids), seq.block_table
+        if feed >= 0:
             assert self._last_drawn is not None
             assert token_ids[-1] == 0
-            token_ids[-1] = TokenId(self._last_drawn[seq.feed])
+            token_ids[-1] = self._last_drawn[feed]
         end, size = seq.context_len + len(token_ids), self._pool.block_size
         where = [(table[p // size], p % size) for p in range(end)]
         for slot, token_id in zip(where[seq.context_len :], token_ids, strict=True):

@@ -123,7 +123,7 @@ class RouterPort(Protocol):
         `score`: of a choice that a beam search found; the same with each of its tokens.
         """
 
-    def tokens(self, columns: TokenColumns) -> None:
+    def token_rows(self, columns: TokenColumns) -> None:
         """Takes each row as `token` does; the columns are the port's from now on."""
         for handle, index, offset, token_id, extra in columns.rows():
             logprobs, finish_reason, score = extra or TokenExtra()

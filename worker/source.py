@@ -9,18 +9,20 @@ The core (`worker.core`) takes requests in and ends each once; the loop (`worker
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, TypeAlias
 
-from engine.decode_rows import objects_of
 from engine.sequence import Sequence
-from engine.step import SampledToken, Step
+from engine.step import DrawnTokens, SampledToken, Step
 from tandem.errors import TandemError
 from tandem.types import GroupSpec, Handle, WorkerLoad
 from worker.ports import Destination, RouterPort
 from worker.request import Request
 from worker.waits import Wait
+
+Pair: TypeAlias = tuple[Request, Sequence]
+"""A sequence that takes part in a step, and its request."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,24 +30,27 @@ class BatchedStep:
     """A step to be launched, and the request of each of its seqs."""
 
     step: Step
-    seqs: tuple[tuple[Request, Sequence], ...]
-    """In the order of `step.seqs`."""
-    num_decodes: int
-    """Seqs that compute one token and draw the next one; all others compute chunks of prompts."""
-    num_rows: int = 0
-    """Number of leading seqs that decode requests with one choice, no grammar and no beams."""
+    rows: tuple[Pair, ...]
+    """In the order of `step.rows`; each draws one token: draw number i is row i's."""
+    chunks: tuple[Pair, ...]
+    """In the order of `step.chunks`."""
+    planned: tuple[Request, ...]
+    """Requests in it that may not have been in a step before."""
+
+    @property
+    def seqs(self) -> tuple[Pair, ...]:
+        """Returns rows, then chunks."""
+        return self.rows + self.chunks
 
     @property
     def num_prompt_tokens(self) -> int:
-        """Returns the tokens in chunks of prompts."""
-        if self.is_decode:
-            return 0
-        return sum(len(seq.token_ids) for seq in objects_of(self.step.seqs)) - (self.num_decodes - self.num_rows)
+        """Returns the tokens in chunks."""
+        return sum(len(chunk.token_ids) for chunk in self.step.chunks)
 
     @property
     def is_decode(self) -> bool:
-        """Whether no seq computes a prompt. Each draws one token then: draw number i is seq number i's."""
-        return self.num_decodes == len(self.seqs)
+        """Whether the step computes no chunk."""
+        return not self.chunks
 
 
 class Owner(Protocol):
@@ -98,7 +103,7 @@ class Source(Protocol):
         """Returns a step behind the one in flight; None = the next step is better planned once that has ended."""
 
     def apply(self, request: Request, seq: Sequence, drawn: list[tuple[SampledToken, ...]]) -> None:
-        """Takes the results of a step for one seq. `drawn`: once the seq's last token is computed, one token for each
+        """Takes the results of a chunk. `drawn`: once the seq's last token is computed, one token for each
         of its drawers, or the candidates of a beam.
         """
 
@@ -115,6 +120,9 @@ class PromptSource(Source, Protocol):
 
 class DecodeSource(Source, Protocol):
     """Requests that decode here."""
+
+    def apply_rows(self, batched: BatchedStep, drawn: DrawnTokens) -> Collection[Request]:
+        """Takes the results of a step's rows; returns the requests whose logits are broken."""
 
     def tick(self) -> None:
         """Lets time run out. Called at intervals."""

@@ -19,24 +19,20 @@ What a step brought is applied by the source of each request, unless the request
 from __future__ import annotations
 
 import asyncio
-from collections import defaultdict, deque
+from collections import deque
 from collections.abc import Callable
-from collections.abc import Sequence as SequenceOf
 from contextlib import suppress
 from dataclasses import dataclass
 
-from engine.decode_rows import DrawnTokens, objects_of
 from engine.engine_thread import EngineBroken
 from engine.sequence import Sequence
-from engine.step import BrokenLogits, Sampled, SampledToken, ScheduledSeq, Scores, StepFailed, StepResult
+from engine.step import BrokenLogits, Sampled, ScheduledSeq, Scores, StepFailed, StepResult
 from engine.thread_work import to_the_end
 from shell.telemetry.events import PrefixLookedUp, Started, StepEnded
 from shell.telemetry.logging import get_logger
 from tandem.errors import TandemError
-from tandem.types import TokenId
 from worker.budget import ChunkBudget
 from worker.parts import WorkerParts
-from worker.ports import RouterPort, TokenColumns
 from worker.releases import BlockReleases
 from worker.request import Request
 from worker.source import BatchedStep, Owner, Sources
@@ -130,7 +126,7 @@ class StepLoop:
         if batched is None:
             return False
         now_s = self._clock.now_s()
-        for request, _ in batched.seqs[batched.num_rows :]:
+        for request in batched.planned:
             if request.started_s is None:
                 self._note_started(request, now_s)
         self._releases.step_launched()
@@ -170,13 +166,13 @@ class StepLoop:
             self._fail(batched, StepFailed.of(error))
         else:
             self._report(batched, result)
-            num_rows, objects = batched.num_rows, objects_of(batched.step.seqs)
-            if num_rows:
-                self._apply_rows(batched.seqs[:num_rows], result.outputs)
-            others = zip(batched.seqs[num_rows:], objects, result.outputs[num_rows:], strict=True)
-            for number, ((request, seq), scheduled, drawn) in enumerate(others, num_rows):
+            if self._sources.decodes is not None:
+                for request in self._sources.decodes.apply_rows(batched, result.drawn):
+                    self._break(request)
+            chunks = zip(batched.chunks, batched.step.chunks, result.outputs, strict=True)
+            for number, ((request, seq), chunk, drawn) in enumerate(chunks):
                 if not seq.is_finished:
-                    self._apply_object(request, seq, scheduled, drawn, result.scored.get(number))
+                    self._apply_chunk(request, seq, chunk, drawn, result.scored.get(number))
         finally:
             self._releases.step_ended()
         self._on_step_ended()
@@ -196,81 +192,43 @@ class StepLoop:
         for request, _ in batched.seqs:
             self._owner.end(request, error)
 
-    def _break(self, request: Request, broken: BrokenLogits) -> None:
+    def _break(self, request: Request) -> None:
         """Ends a request whose logits are broken. Its KV may be the cause, so the cache forgets all of it."""
-        self._owner.end(request, broken.error(request.spec.request_id))
+        self._owner.end(request, BrokenLogits().error(request.spec.request_id))
         for choice in request.group.sequences:
             self._cache.forget(request.spec.cache_salt, choice.token_ids)
 
-    def _apply_rows(self, rows: SequenceOf[tuple[Request, Sequence]], outputs: SequenceOf[tuple[Sampled, ...]]) -> None:
-        """One token for each of `rows`, whose outputs are the first ones: what `_apply` comes to, for these."""
-        if isinstance(outputs, DrawnTokens):
-            self._apply_drawn(rows, outputs.token_ids)
-            return
-        for (request, seq), (sampled,) in zip(rows, outputs, strict=False):
-            if seq.finish_reason is not None or request.has_ended:
-                continue
-            if isinstance(sampled, BrokenLogits):
-                self._break(request, sampled)
-                continue
-            seq.num_ended_tokens += 1
-            if request.take_token(seq, sampled[0]) is not None:
-                self._owner.end(request)
-
-    def _apply_drawn(self, rows: SequenceOf[tuple[Request, Sequence]], token_ids: SequenceOf[TokenId]) -> None:
-        """The same where nothing but a token came of each: told together, but for those that end with theirs."""
-        told: dict[RouterPort, TokenColumns] = defaultdict(TokenColumns)
-        ended: list[Request] = []
-        for (request, seq), token_id in zip(rows, token_ids, strict=True):
-            if seq.finish_reason is not None or request.has_ended:
-                continue
-            request.num_sampled_tokens += 1
-            finish_reason, offset = seq.append_decoded(token_id), seq.num_output_tokens - 1
-            if finish_reason is None:
-                columns = told[request.router]
-                columns.handles.append(request.handle)
-                columns.indexes.append(seq.index)
-                columns.offsets.append(offset)
-                columns.token_ids.append(token_id)
-            else:
-                request.router.token(request.handle, seq.index, offset, SampledToken(token_id, None), finish_reason)
-                ended.append(request)
-        for router, columns in told.items():
-            router.tokens(columns)
-        for request in ended:
-            self._owner.end(request)
-
-    def _apply_object(
+    def _apply_chunk(
         self,
         request: Request,
         seq: Sequence,
-        scheduled: ScheduledSeq,
+        chunk: ScheduledSeq,
         drawn: tuple[Sampled, ...],
         scores: Scores | None,
     ) -> None:
-        """Applies the results of one seq. The cache learns of a chunk also if the request has ended: its blocks are
-        held until all results are applied.
+        """Applies the results of one chunk. The cache learns of it also if the request has ended: its blocks are held
+        until all results are applied.
         """
         tokens = [sampled for sampled in drawn if not isinstance(sampled, BrokenLogits)]
         if len(tokens) < len(drawn) or isinstance(scores, BrokenLogits):
-            self._break(request, BrokenLogits())
+            self._break(request)
             return
-        num_tokens = scheduled.context_len + len(scheduled.token_ids)
-        if len(scheduled.token_ids) > 1:
-            full = scheduled.block_table[: num_tokens // self._cache.pool.block_size]
+        num_tokens = chunk.context_len + len(chunk.token_ids)
+        if len(chunk.token_ids) > 1:
+            full = chunk.block_table[: num_tokens // self._cache.pool.block_size]
             self._cache.insert(request.spec.cache_salt, seq.token_ids, full)
         if not request.has_ended:
-            seq.step_ended(scheduled)
+            seq.step_ended(chunk)
             if scores is not None:
                 request.take_scores(scores)
             self._sources.of(request).apply(request, seq, tokens)
 
     def _report(self, batched: BatchedStep, result: StepResult) -> None:
         seconds = result.seconds
-        self._budget.step_took(batched.num_decodes, batched.num_prompt_tokens, seconds)
+        self._budget.step_took(len(batched.rows), batched.num_prompt_tokens, seconds)
         if batched.is_decode:
             self._decode_s = seconds
-        self._events.emit(StepEnded(seconds, batched.num_prompt_tokens, batched.num_decodes, len(batched.seqs)))
+        self._events.emit(StepEnded(seconds, batched.num_prompt_tokens, len(batched.rows), len(batched.seqs)))
 
     async def _drain(self) -> None:
         """Waits for the steps in flight, cancelled or not."""

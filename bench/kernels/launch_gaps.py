@@ -19,10 +19,11 @@ from torch.profiler import ProfilerActivity, profile
 from bench.support.step_timer import two_in_flight
 from bench.support.timing import Call
 from engine.batch import Batch, build_batch
+from engine.draws import SampleSpec
 from engine.graphs import CudaCapturer, DecodeGraphs
 from engine.kv_cache import KvCache
 from engine.runner import Runner
-from engine.step import SampleSpec, ScheduledSeq, Step
+from engine.step import ScheduledSeq, Step
 from kernels.dispatch import AUTO, select_kernels
 from kernels.operations import Kernels
 from models.loading import LoadedModel, load_model

@@ -14,9 +14,10 @@ from dataclasses import dataclass
 import torch
 
 from bench.support.timing import Call
+from engine.draws import SampleSpec
 from engine.kv_cache import KvCache
 from engine.runner import Runner
-from engine.step import SampleSpec, ScheduledSeq, Step
+from engine.step import DecodeRows, ScheduledSeq, Step
 from kernels.operations import Kernels
 from models.loading import LoadedModel
 from tandem.kv_layout import QuantDType
@@ -29,7 +30,7 @@ _GREEDY = SampleSpec(SamplingParams(max_tokens=1, temperature=0.0), output_index
 
 def two_in_flight(runner: Runner, step: Step) -> Call:
     """Launches a step that the one before it feeds, then waits for that one, as a decode worker does."""
-    fed = Step(tuple(seq._replace(token_ids=(TokenId(0),), feed=number) for number, seq in enumerate(step.seqs)))
+    fed = Step((), rows=DecodeRows.of(step.chunks, feeds=range(len(step.chunks))))
     before = runner.launch(runner.prepare(step), None)
 
     def call() -> None:

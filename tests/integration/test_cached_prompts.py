@@ -9,6 +9,7 @@ from dataclasses import replace
 import pytest
 
 from tandem.types import GroupSpec, RequestId, Role, SamplingParams, TokenId
+from tests.decode_rows import seqs_of
 from tests.joined_cores import BLOCK_SIZE, JoinedCores, Running
 from tests.token_engine import WAIT_S, expected_tokens
 
@@ -30,7 +31,7 @@ async def finish(cores: JoinedCores, running: list[Running]) -> None:
 
 def num_prefilled(cores: JoinedCores) -> int:
     """Prompt tokens that the prefill worker has computed."""
-    return sum(len(seq.token_ids) for step in cores.engines[Role.PREFILL].steps for seq in step.seqs)
+    return sum(len(seq.token_ids) for step in cores.engines[Role.PREFILL].steps for seq in seqs_of(step))
 
 
 async def test_each_turn_of_a_conversation_computes_what_is_new() -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from tandem.types import ChoiceSpec, GroupSpec, RequestId, SamplingParams, TokenId, WaitReason
+from tests.decode_rows import seqs_of
 from tests.elastic_cores import NAMES, Asked, ElasticCores
 from tests.joined_cores import BLOCK_SIZE
 from tests.token_engine import VOCAB_SIZE, expected_tokens
@@ -43,7 +44,9 @@ async def test_chunks_of_a_prompt_for_another_worker_are_computed_beside_what_de
         prompt = cores.start(spec_of(24, 3, 2), "a", "b")
         await cores.until_done([stream, prompt])
         check([stream, prompt])
-        mixed = [step for step in cores.engines["a"].steps if sorted(len(seq.token_ids) for seq in step.seqs) == [1, 4]]
+        mixed = [
+            step for step in cores.engines["a"].steps if sorted(len(seq.token_ids) for seq in seqs_of(step)) == [1, 4]
+        ]
         assert len(mixed) == 24 // 4
 
 

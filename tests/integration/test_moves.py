@@ -37,6 +37,7 @@ from tandem.types import (
     WorkerInfo,
 )
 from tandem.validation import Validator
+from tests.decode_rows import seqs_of
 from tests.joined_cores import BLOCK_SIZE, CoreLink, Wire, WireHandoff
 from tests.manual_clock import ManualClock
 from tests.recorded_events import RecordedRequest, RecordedWorker
@@ -229,7 +230,7 @@ class TwoDecoders:
 
 
 def computed_tokens(steps: list[Step]) -> int:
-    return sum(len(seq.token_ids) for step in steps for seq in step.seqs)
+    return sum(len(seq.token_ids) for step in steps for seq in seqs_of(step))
 
 
 @asynccontextmanager
@@ -355,7 +356,7 @@ async def test_several_choices_go_on_with_the_kv_of_their_prompt(num_prompt_toke
         cores.old.engine.let_go()
         await cores.finish(stream)
         (moved,) = cores.old.recorded.sequences
-        contexts = [seq.context_len for step in cores.new.engine.steps for seq in step.seqs]
+        contexts = [seq.context_len for step in cores.new.engine.steps for seq in seqs_of(step)]
     assert "Transferred" in moved.names
     assert min(contexts) >= num_prompt_tokens, "the prompt was computed again"
 

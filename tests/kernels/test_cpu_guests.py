@@ -18,8 +18,9 @@ import torch
 
 from bench.support.checkpoints import PEER_SHAPES, write_checkpoint
 from engine.batch import build_batch
+from engine.draws import SampleSpec
 from engine.kv_cache import KvCache
-from engine.step import SampleSpec, ScheduledSeq
+from engine.step import ScheduledSeq
 from kernels import cpu
 from kernels.cpu.core_loans import ENTRY_BYTES, CoreLedger, CoreLoan
 from kernels.cpu.library import Library, max_threads, take_threads

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from kernels.attention import AttentionMetadata
 from kernels.reference import ReferenceBackend
 from tandem.errors import InternalError
+from tests.kernels.devices import needs_gpu
 from tests.kernels.operations_oracle import Rotation
 from tests.kernels.oracle import LENS, QUANTIZED, TOLERANCES, Case
 
@@ -110,8 +111,7 @@ def test_a_sink_takes_its_share_of_the_softmax(lens, window):
     Case(lens, 16).check(BACKEND, window, sunk=True)
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@needs_gpu
 @pytest.mark.parametrize("lens", LENS.values(), ids=LENS)
 @pytest.mark.parametrize("window", [None, 5])
 def test_a_cuda_device_gives_the_same(lens, window):

@@ -12,6 +12,7 @@ import torch
 
 from bench.support.tiny_models import TINY_MODELS, save_tiny_model
 from cli.main import main
+from tests.kernels.devices import needs_gpu
 
 pytest.importorskip("triton")
 
@@ -71,8 +72,7 @@ def test_what_was_compiled_ahead_is_found_by_steps_of_other_sizes(form: tuple[st
     assert int(num_kernels) >= 10
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@needs_gpu
 @pytest.mark.parametrize("form", [(), ("int4",)], ids=["plain", "int4"])
 def test_a_gpu_finds_what_was_compiled_where_none_was_seen(form: tuple[str, ...], tmp_path: Path) -> None:
     (tiny,) = (each for each in TINY_MODELS if each.name == "llama")

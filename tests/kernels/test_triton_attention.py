@@ -13,6 +13,7 @@ import torch
 
 from kernels.attention import AttentionMetadata
 from tandem.errors import InternalError
+from tests.kernels.devices import HAS_GPU, on_a_gpu, on_each_device
 from tests.kernels.oracle import LENS, QUANTIZED, TOLERANCES, Case
 
 pytest.importorskip("triton")
@@ -22,11 +23,6 @@ from kernels.triton.attention import TritonAttention
 from kernels.triton.decode import MAX_SPLITS, MIN_SPLIT, num_programs
 
 BACKEND = TritonAttention()
-HAS_GPU = torch.cuda.is_available()
-CPU = pytest.param("cpu", marks=pytest.mark.skipif(HAS_GPU, reason="the GPU runs the same tests"))
-CUDA = pytest.param("cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(not HAS_GPU, reason="no GPU")])
-on_each_device = pytest.mark.parametrize("device", [CPU, CUDA])
-on_a_gpu = pytest.mark.parametrize("device", [CUDA])
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 MIXED = [(1, 9), (17, 17), (1, 33), (15, 48), (1, 1), (16, 31)]

@@ -6,15 +6,12 @@ import pytest
 import torch
 
 from tandem.errors import InternalError
+from tests.kernels.devices import needs_gpu, on_each_device
 
 pytest.importorskip("triton")
 
 from kernels.triton.blocks import copy_blocks
 
-DEVICES = [
-    pytest.param("cpu", marks=pytest.mark.skipif(torch.cuda.is_available(), reason="the GPU runs the same tests")),
-    pytest.param("cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")]),
-]
 BLOCK_BYTES = [8, 32, 5 * 24 * 8, 8 * 1024, 8 * 1024 * 2 + 8]
 
 
@@ -23,7 +20,7 @@ def random_bytes(rows, block_bytes, device, seed=0):
     return torch.randint(256, (rows, block_bytes), dtype=torch.uint8, generator=generator).to(device)
 
 
-@pytest.mark.parametrize("device", DEVICES)
+@on_each_device
 @pytest.mark.parametrize("block_bytes", BLOCK_BYTES)
 def test_copy_writes_the_targets_alone(block_bytes, device):
     pool = random_bytes(9, block_bytes, device)
@@ -33,7 +30,7 @@ def test_copy_writes_the_targets_alone(block_bytes, device):
     assert torch.equal(pool, expected)
 
 
-@pytest.mark.parametrize("device", DEVICES)
+@on_each_device
 def test_blocks_may_be_strided(device):
     wide = random_bytes(6, 96, device)
     expected = wide.clone()
@@ -42,7 +39,7 @@ def test_blocks_may_be_strided(device):
     assert torch.equal(wide, expected)
 
 
-@pytest.mark.parametrize("device", DEVICES)
+@on_each_device
 def test_nothing_named_is_nothing_done(device):
     pool = random_bytes(3, 32, device)
     before = pool.clone()
@@ -65,8 +62,7 @@ def test_wrong_arguments_are_refused_by_name():
             call()
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+@needs_gpu
 def test_a_copy_reaches_beyond_two_gigabytes():
     rows = 1 << 8
     pool = torch.zeros(rows, 1 << 24, dtype=torch.uint8, device="cuda")

@@ -7,18 +7,14 @@ import torch
 
 from kernels.digest import reference_digests
 from tandem.errors import InternalError
+from tests.kernels.devices import needs_gpu, on_each_device
 
 pytest.importorskip("triton")
 
 from kernels.triton.digest import digest_blocks
 
-DEVICES = [
-    pytest.param("cpu", marks=pytest.mark.skipif(torch.cuda.is_available(), reason="the GPU runs the same tests")),
-    pytest.param("cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")]),
-]
 
-
-@pytest.mark.parametrize("device", DEVICES)
+@on_each_device
 @pytest.mark.parametrize("block_bytes", [8, 32, 5 * 24 * 8, 8 * 4096, 8 * 4096 * 2 + 8])
 def test_it_equals_the_plain_version(block_bytes: int, device: str) -> None:
     generator = torch.Generator().manual_seed(block_bytes)
@@ -27,7 +23,7 @@ def test_it_equals_the_plain_version(block_bytes: int, device: str) -> None:
     assert torch.equal(digest_blocks(blocks, ids), reference_digests(blocks, ids))
 
 
-@pytest.mark.parametrize("device", DEVICES)
+@on_each_device
 def test_blocks_may_be_strided_and_none_may_be_named(device: str) -> None:
     wide = torch.randint(256, (6, 96), dtype=torch.uint8).to(device)
     ids = torch.tensor([5, 1], device=device)
@@ -46,8 +42,7 @@ def test_what_is_not_made_of_whole_words_is_refused_by_name() -> None:
             digest_blocks(view, ids)
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+@needs_gpu
 def test_a_digest_reaches_beyond_two_gigabytes() -> None:
     rows = 1 << 8
     blocks = torch.zeros(rows, 1 << 24, dtype=torch.uint8, device="cuda")

@@ -10,9 +10,10 @@ import pytest
 import torch
 
 from bench.support.tiny_models import TINY_MODELS, save_tiny_model
+from engine.draws import SampleSpec
 from engine.kv_cache import KvCache
 from engine.runner import Runner
-from engine.step import BlockCopy, SampleSpec, ScheduledSeq, Step
+from engine.step import BlockCopy, ScheduledSeq, Step
 from engine.warm_up import StepSizes, warm_up
 from kernels import triton
 from kernels.quantized import QuantForm
@@ -20,6 +21,7 @@ from kernels.step_inputs import DecodeRows
 from models.loading import load_model
 from tandem.kv_layout import QuantDType
 from tandem.types import BlockId, SamplingParams, TokenId
+from tests.kernels.devices import on_each_device
 from tests.kernels.oracle import Case
 
 pytest.importorskip("triton")
@@ -33,11 +35,6 @@ from kernels.triton.step_inputs import load_rows
 from tests.kernels.recorded_launches import OPTIONS, recorded
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's on infinities, in the interpreter
-HAS_GPU = torch.cuda.is_available()
-DEVICES = [
-    pytest.param("cpu", marks=pytest.mark.skipif(HAS_GPU, reason="the GPU runs the same tests")),
-    pytest.param("cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(not HAS_GPU, reason="no GPU")]),
-]
 BLOCK_SIZE, NUM_BLOCKS = 16, 48
 SIZES = StepSizes(chunk_tokens=2 * MIN_SPLIT, max_seqs=5, context_tokens=3 * MIN_SPLIT)
 DRAWS = ({"temperature": 0.0}, {"temperature": 1.0}, {"temperature": 0.5, "top_k": 3, "top_p": 0.5, "min_p": 0.1})
@@ -63,7 +60,7 @@ def served_steps(rng: random.Random) -> list[Step]:
     return steps
 
 
-@pytest.mark.parametrize("device", DEVICES)
+@on_each_device
 @pytest.mark.parametrize(
     ("name", "weights", "kv_dtype"),
     [

@@ -10,16 +10,13 @@ import torch
 
 from tandem.errors import InternalError
 from tests.kernels import operations_oracle as oracle
+from tests.kernels.devices import needs_gpu, on_each_device
 
 pytest.importorskip("triton")
 
 from kernels.triton.norm import MAX_WIDTH
 from kernels.triton.operations import TritonOperations
 
-DEVICES = [
-    pytest.param("cpu", marks=pytest.mark.skipif(torch.cuda.is_available(), reason="the GPU runs the same tests")),
-    pytest.param("cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")]),
-]
 ROUNDING = {torch.bfloat16: 2**-8, torch.float16: 2**-11, torch.float32: 2**-23}
 DTYPES = list(ROUNDING)
 FLOAT32_LOSS = 2**-19
@@ -53,7 +50,7 @@ def assert_rounded(got, want, scale=None):
     assert not beyond.any(), f"{got[beyond][0]} is not {want[beyond][0]}"
 
 
-@pytest.mark.parametrize("device", DEVICES)
+@on_each_device
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(("tokens", "width"), [(0, 8), (1, 8), (15, 576), (17, 1000), (2, MAX_WIDTH)])
 def test_rms_norm_rounds_once(tokens, width, dtype, device):
@@ -64,7 +61,7 @@ def test_rms_norm_rounds_once(tokens, width, dtype, device):
     assert_rounded(got, oracle.rms_norm(x, weight, EPS))
 
 
-@pytest.mark.parametrize("device", DEVICES)
+@on_each_device
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(("tokens", "width"), [(0, 8), (1, 1000), (16, 8), (17, 576), (257, 8)])
 def test_add_rms_norm_changes_the_residual_alone_and_norms_what_it_stored(tokens, width, dtype, device):
@@ -80,14 +77,14 @@ def test_add_rms_norm_changes_the_residual_alone_and_norms_what_it_stored(tokens
     assert wide[:, -16:].isnan().all()
 
 
-@pytest.mark.parametrize("device", DEVICES)
+@on_each_device
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_a_row_of_zeros_norms_to_zeros(dtype, device):
     zeros = torch.zeros(2, 64, dtype=dtype, device=device)
     assert torch.equal(OPERATIONS.rms_norm(zeros, torch.ones(64, dtype=dtype, device=device), EPS), zeros)
 
 
-@pytest.mark.parametrize("device", DEVICES)
+@on_each_device
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(("tokens", "width"), [(0, 8), (1, 8), (15, 1000), (16, 1536), (97, 3)])
 def test_silu_mul_rounds_once(tokens, width, dtype, device):
@@ -98,7 +95,7 @@ def test_silu_mul_rounds_once(tokens, width, dtype, device):
 
 
 @pytest.mark.filterwarnings("ignore:overflow encountered in exp")  # numpy's, in the interpreter
-@pytest.mark.parametrize("device", DEVICES)
+@on_each_device
 def test_silu_of_far_gates_is_zero_or_the_gate(device):
     gate_up = torch.tensor([[-1e4, -100.0, 0.0, 100.0, 1e4, 2.0, 2.0, 2.0, 2.0, 2.0]], device=device)
     assert OPERATIONS.silu_mul(gate_up).tolist() == [[0.0, pytest.approx(0, abs=1e-40), 0.0, 200.0, 2e4]]
@@ -120,7 +117,7 @@ ROTATIONS = [  # tokens, (H, Hkv), D, S
 ]
 
 
-@pytest.mark.parametrize("device", DEVICES)
+@on_each_device
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("normed", [False, True], ids=["plain", "normed"])
 @pytest.mark.parametrize("shape", ROTATIONS, ids=str)
@@ -128,32 +125,32 @@ def test_rotation_rounds_once_and_stores_what_it_wrote_and_nothing_else(shape, n
     check_rotation(oracle.Rotation.make(*shape, dtype, normed=normed).to(device))
 
 
-@pytest.mark.parametrize("device", DEVICES)
+@on_each_device
 @pytest.mark.parametrize("is_wide", [False, True])
 def test_a_norm_of_heads_may_have_wide_weights(is_wide, device):
     case = oracle.Rotation.make(5, (4, 2), 64, 16, torch.bfloat16, normed=True, is_wide=is_wide)
     check_rotation(case.to(device))
 
 
-@pytest.mark.parametrize("device", DEVICES)
+@on_each_device
 @pytest.mark.parametrize("is_wide", [False, True])
 def test_heads_may_be_normed_as_one_row(is_wide, device):
     case = oracle.Rotation.make(5, (4, 2), 64, 16, torch.float32, normed=True, is_whole=True, is_wide=is_wide)
     check_rotation(case.to(device))
 
 
-@pytest.mark.parametrize("device", DEVICES)
+@on_each_device
 def test_the_weight_of_a_norm_may_be_float32(device):
     x, weight = normal(17, 576, dtype=torch.bfloat16, device=device), normal(576, seed=1, device=device)
     assert_rounded(OPERATIONS.rms_norm(x, weight, EPS), oracle.rms_norm(x, weight, EPS))
 
 
-@pytest.mark.parametrize("device", DEVICES)
+@on_each_device
 def test_rotation_of_a_long_batch(device):
     check_rotation(oracle.Rotation.make(257, (2, 2), 8, 16, torch.bfloat16, normed=True).to(device))
 
 
-@pytest.mark.parametrize("device", DEVICES)
+@on_each_device
 def test_linear_is_the_weight_as_it_came(device):
     x, weight, bias = (normal(*shape, device=device) for shape in ((5, 8), (3, 8), (3,)))
     torch.testing.assert_close(OPERATIONS.linear(weight, bias)(x), x @ weight.T + bias)
@@ -184,8 +181,7 @@ def test_rotation_refuses_float64_by_name():
         case.check(OPERATIONS, 0)
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+@needs_gpu
 def test_a_graph_captures_every_operation():
     x, weight = normal(5, 64, dtype=torch.bfloat16, device="cuda"), torch.ones(64, dtype=torch.bfloat16, device="cuda")
     residual = x.clone()

@@ -9,16 +9,13 @@ import torch
 
 from kernels.quantized import QuantForm, QuantizedWeight, pack_int4, quantize
 from tandem.errors import InternalError
+from tests.kernels.devices import on_each_device
 
 pytest.importorskip("triton")
 
 from kernels.triton import quantized
 from kernels.triton.operations import TritonOperations
 
-DEVICES = [
-    pytest.param("cpu", marks=pytest.mark.skipif(torch.cuda.is_available(), reason="the GPU runs the same tests")),
-    pytest.param("cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")]),
-]
 OPERATIONS = TritonOperations()
 ROUNDING = {torch.bfloat16: 2**-7, torch.float16: 2**-10, torch.float32: 2**-20}
 """The interpreter truncates to bfloat16, so twice a rounding."""
@@ -65,7 +62,7 @@ def products():
             yield *form, dtype, tokens
 
 
-@pytest.mark.parametrize("device", DEVICES)
+@on_each_device
 @pytest.mark.parametrize(("form", "group", "offsets", "dtype", "tokens"), list(products()), ids=str)
 def test_a_product_is_that_of_the_weight_that_is_meant(form, group, offsets, dtype, tokens, device):
     weight = make(form, 72, 192, group, dtype, offsets=offsets).to(torch.device(device))
@@ -77,7 +74,7 @@ def test_a_product_is_that_of_the_weight_that_is_meant(form, group, offsets, dty
     assert_multiplies(weight, x, bias)
 
 
-@pytest.mark.parametrize("device", DEVICES)
+@on_each_device
 @pytest.mark.parametrize(
     ("form", "group", "fewest"),
     [
@@ -101,7 +98,7 @@ def test_inputs_that_programs_share_are_added_up(monkeypatch, form, group, fewes
     assert [num_splits > 1 for num_splits, _ in cuts] == [True]
 
 
-@pytest.mark.parametrize("device", DEVICES)
+@on_each_device
 @pytest.mark.parametrize(
     ("form", "group", "offsets"),
     [
@@ -120,7 +117,7 @@ def test_long_prompts_multiply_the_weight_that_is_meant(form, group, offsets, dt
     assert_multiplies(weight, x, bias, ROUNDING[dtype])  # each element of the weight is rounded too
 
 
-@pytest.mark.parametrize("device", DEVICES)
+@on_each_device
 def test_a_token_is_the_same_whatever_is_with_it_in_its_tile(device):
     weight = make(QuantForm.INT4, 72, 1024, 32, torch.bfloat16, offsets=True).to(torch.device(device))
     linear = OPERATIONS.linear(weight, None)
@@ -129,7 +126,7 @@ def test_a_token_is_the_same_whatever_is_with_it_in_its_tile(device):
     assert linear(x[:0]).shape == (0, 72)
 
 
-@pytest.mark.parametrize("device", DEVICES)
+@on_each_device
 def test_a_symmetric_int4_weight_needs_no_offsets(device):
     plain = torch.randn(40, 64, generator=torch.Generator().manual_seed(0)).to(device)
     weight = quantize(plain, QuantForm.INT4)
@@ -139,7 +136,7 @@ def test_a_symmetric_int4_weight_needs_no_offsets(device):
     torch.testing.assert_close(linear(x), x @ weight.dequantize().T, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("device", DEVICES)
+@on_each_device
 def test_a_gated_map_is_silu_of_the_gates_times_the_ups(device):
     weight = make(QuantForm.INT8, 64, 64, 64, torch.float32, offsets=False).to(torch.device(device))
     x = torch.randn(3, 64, generator=torch.Generator().manual_seed(1)).to(device)

@@ -9,12 +9,14 @@ from dataclasses import fields
 import pytest
 import torch
 
+from engine.draws import SampleSpec
 from engine.philox import uniforms
-from engine.step import BrokenLogits, SampleSpec
+from engine.step import BrokenLogits
 from kernels.sampling import DrawParams
 from tandem.errors import InternalError
 from tandem.types import SamplingParams
 from tests.drawing import drawing_kernels, sample
+from tests.kernels.devices import needs_gpu, on_each_device
 
 pytest.importorskip("triton")
 
@@ -27,10 +29,6 @@ from kernels.triton.sampling import TritonSampler, uniform_share
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's on infinities, in the interpreter
 
-DEVICES = [
-    pytest.param("cpu", marks=pytest.mark.skipif(torch.cuda.is_available(), reason="the GPU runs the same tests")),
-    pytest.param("cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")]),
-]
 WIDE = CHUNK + 452
 """A vocabulary of two chunks, the second of them short."""
 ROUNDING = 1e-6
@@ -104,7 +102,7 @@ def may_be_drawn(token_id, logits, each):
     return False
 
 
-@pytest.mark.parametrize("device", DEVICES)
+@on_each_device
 def test_every_combination_of_filters_draws_what_the_engine_and_float64_draw(device):
     specs = [*specs_of_every_kind(24), spec(temperature=0.0), spec(temperature=0.0, top_k=3, top_p=0.5)]
     logits = normal(len(specs), WIDE)
@@ -114,8 +112,7 @@ def test_every_combination_of_filters_draws_what_the_engine_and_float64_draw(dev
         assert got == engine_tokens(logits, specs)
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+@needs_gpu
 @pytest.mark.parametrize("vocab_size", [151_936, 262_144])
 def test_wide_rows_draw_what_float64_draws(vocab_size):
     specs = specs_of_every_kind(100)
@@ -123,7 +120,7 @@ def test_wide_rows_draw_what_float64_draws(vocab_size):
     assert all(map(may_be_drawn, tokens(logits, specs, "cuda"), logits, specs))
 
 
-@pytest.mark.parametrize("device", DEVICES)
+@on_each_device
 def test_many_draws_from_one_row_are_the_engines(device):
     specs = [spec(temperature=1.5, seed=11, output=i) for i in range(80)]
     logits = normal(1, 50).expand(80, 50).contiguous()
@@ -132,7 +129,7 @@ def test_many_draws_from_one_row_are_the_engines(device):
     assert got == engine_tokens(logits, specs)
 
 
-@pytest.mark.parametrize("device", DEVICES)
+@on_each_device
 def test_equal_scores_stay_or_go_together(device):
     logits = torch.tensor([3.0, 1.0, 3.0, 2.0, 2.0, 2.0, 1.0, 0.0]).repeat(24, 1)
     specs = [spec(temperature=2.0, top_k=4, seed=i) for i in range(12)]
@@ -142,7 +139,7 @@ def test_equal_scores_stay_or_go_together(device):
     assert set(got) == {0, 2, 3, 4, 5}
 
 
-@pytest.mark.parametrize("device", DEVICES)
+@on_each_device
 @pytest.mark.parametrize(("params", "num_kept"), [({"top_p": 0.74999}, 2), ({"top_p": 0.75001}, 3), ({"top_k": 3}, 3)])
 def test_a_filter_ends_just_where_it_says(params, num_kept, device):
     logits = -torch.arange(24.0).roll(7) * torch.tensor(2.0).log()  # weights 1/2, 1/4, 1/8 … from token 7 on
@@ -151,7 +148,7 @@ def test_a_filter_ends_just_where_it_says(params, num_kept, device):
     assert set(got) == set(range(7, 7 + num_kept))
 
 
-@pytest.mark.parametrize("device", DEVICES)
+@on_each_device
 @pytest.mark.parametrize("params", [{"top_k": 1}, {"top_p": 0.0}, {"min_p": 1.0}, {"temperature": 1e-20}], ids=str)
 def test_the_strictest_filters_leave_the_best_token(params, device):
     logits = normal(3, 300, seed=1)
@@ -159,7 +156,7 @@ def test_the_strictest_filters_leave_the_best_token(params, device):
     assert tokens(logits, specs, device) == logits.argmax(-1).tolist()
 
 
-@pytest.mark.parametrize("device", DEVICES)
+@on_each_device
 def test_a_rows_token_does_not_depend_on_its_batch(device):
     specs = specs_of_every_kind(6)
     logits = normal(6, WIDE, seed=2)
@@ -179,7 +176,7 @@ STRANGE = {
 }
 
 
-@pytest.mark.parametrize("device", DEVICES)
+@on_each_device
 @pytest.mark.parametrize("row", STRANGE.values(), ids=STRANGE)
 def test_strange_rows_draw_what_the_engine_draws(row, device):
     kinds = [
@@ -195,7 +192,7 @@ def test_strange_rows_draw_what_the_engine_draws(row, device):
     assert tokens(logits, specs, device) == engine_tokens(logits, specs)
 
 
-@pytest.mark.parametrize("device", DEVICES)
+@on_each_device
 def test_broken_rows_are_reported_and_leave_the_others_alone(device):
     logits = normal(6, WIDE, seed=3)
     logits[0, 5] = logits[3, WIDE - 1] = torch.nan
@@ -207,7 +204,7 @@ def test_broken_rows_are_reported_and_leave_the_others_alone(device):
     assert TritonSampler().best_tokens(logits.to(device)).tolist() == [-1, -1, -1, -1, *logits[4:].argmax(-1).tolist()]
 
 
-@pytest.mark.parametrize("device", DEVICES)
+@on_each_device
 def test_the_best_token_is_the_first_among_equals(device):
     logits = normal(3, WIDE, seed=4)
     logits[0, [WIDE - 1, CHUNK, 9]] = 50.0
@@ -217,7 +214,7 @@ def test_the_best_token_is_the_first_among_equals(device):
     assert tokens(logits, [spec(temperature=0.0)] * 3, device) == want
 
 
-@pytest.mark.parametrize("device", DEVICES)
+@on_each_device
 def test_rows_may_be_strided_and_may_be_none(device):
     wide = torch.full((4, 90), torch.nan, device=device)
     wide[:, 3:80] = normal(4, 77)
@@ -227,7 +224,7 @@ def test_rows_may_be_strided_and_may_be_none(device):
     assert TritonSampler().best_tokens(wide[:0]).shape == (0,)
 
 
-@pytest.mark.parametrize("device", DEVICES)
+@on_each_device
 def test_the_engine_samples_the_same_through_the_kernels(device):
     specs = [*specs_of_every_kind(3), spec(temperature=0.0), spec(temperature=1.0, seed=2**64 - 5, top_k=2**40)]
     specs += [spec(temperature=1.0, logit_bias={7: 30.0}), spec(temperature=1.0, logprobs=3, seed=3)]
@@ -239,7 +236,7 @@ def test_the_engine_samples_the_same_through_the_kernels(device):
     assert sample(logits.to(device), greedy, drawing_kernels(TritonSampler())) == sample(logits, greedy)
 
 
-@pytest.mark.parametrize("device", DEVICES)
+@on_each_device
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_the_engine_refuses_broken_rows_that_the_kernels_report(temperature, device):
     logits = torch.zeros(3, 50, device=device)
@@ -256,7 +253,7 @@ def _share_kernel(seed, output_index, shares, total):
     tl.store(shares + row, share)
 
 
-@pytest.mark.parametrize("device", DEVICES)
+@on_each_device
 def test_uniform_numbers_are_the_engines_to_the_last_of_53_bits(device):
     seeds = [0, 1, -1, 2**63 - 1, -(2**63), 0x123456789ABCDEF]
     outputs = [0, 1, 2**32 - 1, 2**32, 2**40 + 3, 77]
@@ -282,8 +279,7 @@ def test_wrong_arguments_are_refused_by_name():
             TritonSampler().draw(rows, DrawParams(**changed))
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+@needs_gpu
 def test_a_graph_captures_a_draw():
     specs = specs_of_every_kind(8)
     params, logits = draw_params(specs, "cuda"), normal(8, WIDE, seed=5).cuda()
@@ -296,7 +292,7 @@ def test_a_graph_captures_a_draw():
     assert torch.equal(got, TritonSampler().draw(logits, params))
 
 
-@pytest.mark.parametrize("device", DEVICES)
+@on_each_device
 @pytest.mark.parametrize("filters", [{"top_p": 0.95}, {"top_p": 0.4}, {"top_k": 8000}, {"top_k": 8000, "top_p": 0.9}])
 def test_of_a_flat_row_few_costs_are_gathered(filters, device, monkeypatch):
     taken = []

@@ -12,16 +12,13 @@ from engine.step import ScheduledSeq
 from kernels.step_inputs import DecodeRows, load_rows
 from tandem.errors import InternalError
 from tandem.types import BlockId, TokenId
+from tests.kernels.devices import on_each_device
 
 pytest.importorskip("triton")
 
 from kernels.triton import step_inputs as by_triton
 
 BLOCK_SIZE, ROWS, WIDTH = 4, 6, 300
-DEVICES = [
-    pytest.param("cpu", marks=pytest.mark.skipif(torch.cuda.is_available(), reason="the GPU runs the same tests")),
-    pytest.param("cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")]),
-]
 
 
 def rows_of(device) -> DecodeRows:
@@ -32,7 +29,7 @@ def rows_of(device) -> DecodeRows:
 
 
 @pytest.mark.parametrize("load", [load_rows, by_triton.load_rows])
-@pytest.mark.parametrize("device", DEVICES)
+@on_each_device
 @pytest.mark.parametrize("seq_lens", [(1,), (4, 5, 8, 9), (1000, 1, 3, 17, 1200, 2)])
 def test_positions_and_slots_are_those_of_the_batch(seq_lens, device, load):
     rng = random.Random(0)

@@ -2,7 +2,7 @@
 
     reserved · prefill_started · prefill_done ─▶ answers ┐
     prompt_logprobs · leaving                 ─▶ answers │
-    token · tokens                            ─▶ tokens  ├─ take ─▶ the stream's writer, in this order
+    token · token_rows                        ─▶ tokens  ├─ take ─▶ the stream's writer, in this order
     handoff_done · failed                     ─▶ ends    │
     waiting                                   ─▶ waits   │
     what the cache holds                      ─▶ news    ┘
@@ -90,9 +90,9 @@ class RouterSession:
         extra = None if is_bare else TokenExtra(token.logprobs, finish_reason, score)
         columns = TokenColumns()
         columns.add(handle, index, offset, token.token_id, extra)
-        self.tokens(columns)
+        self.token_rows(columns)
 
-    def tokens(self, columns: TokenColumns) -> None:
+    def token_rows(self, columns: TokenColumns) -> None:
         """See `worker.ports.RouterPort`."""
         self._tokens.add(columns if self._open.issuperset(columns.handles) else columns.of(self._open))
         self._filled.set()
@@ -203,12 +203,9 @@ class _PendingTokens:
 
 def columns_to_proto(columns: TokenColumns) -> worker_pb2.StepOutputs:
     """Returns the message that carries these rows."""
-    step = worker_pb2.StepOutputs(
-        handles=columns.handles,
-        indexes=columns.indexes if any(columns.indexes) else (),
-        offsets=columns.offsets,
-        token_ids=columns.token_ids,
-    )
+    step = worker_pb2.StepOutputs(handles=columns.handles, offsets=columns.offsets, token_ids=columns.token_ids)
+    if any(columns.indexes):
+        step.indexes.extend(columns.indexes)
     for row, (logprobs, finish_reason, score) in columns.extras.items():
         step.extras.add(
             row=row,

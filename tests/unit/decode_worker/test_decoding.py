@@ -1,24 +1,22 @@
-"""Decodes as columns: every step is the one that a plan of all sequences, each by itself, comes to."""
+"""Decodes are rows: planned together, every step is the one that a plan of all sequences, each by itself, comes to."""
 
 from __future__ import annotations
 
 import random
 from collections import deque
 
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from decode_worker.growth import Growth
 from decode_worker.running_batch import RunningBatch
 from decode_worker.scheduler import Beside, StepLimits, StepPlan, plan_step
-from engine.batch import build_batch
 from engine.block_pool import BlockPool
 from engine.prefix_cache import PrefixCache
-from engine.step import ScheduledSeq
 from shell.clock import Deadline
 from shell.telemetry.events import Events
 from tandem.types import ChoiceSpec, GroupSpec, Handle, RequestId, SamplingParams, TokenId
+from tests.decode_rows import feeds_of, seqs_of
 from tests.manual_clock import ManualClock
 from tests.unit.decode_worker.conftest import FakeRouter
 from worker.budget import ChunkBudget
@@ -28,7 +26,6 @@ from worker.source import BatchedStep
 
 END = TokenId(9)
 BLOCK_SIZE = 4
-CPU = torch.device("cpu")
 
 
 class PlainBatch(RunningBatch):
@@ -49,10 +46,9 @@ class World:
         self.cache = PrefixCache(BlockPool(num_blocks, BLOCK_SIZE), enabled=False)
         pool = self.cache.pool
         self.batch = batch(self.cache, limits, Growth(pool, 4), budget(limits), BlockReleases(pool))
-        self.in_flight: deque[tuple[BatchedStep, tuple[ScheduledSeq, ...]]] = deque()
+        self.in_flight: deque[BatchedStep] = deque()
         self.draws: list[tuple[int, int]] = []
         """Of the newest step: whose each is."""
-        self.num_column_steps = 0
 
     def arrive(self, number: int, num_prompt_tokens: int, sampling: SamplingParams, n: int, emitted: int) -> None:
         choices = tuple(ChoiceSpec(index, (TokenId(1),) * emitted) for index in range(n))
@@ -67,33 +63,32 @@ class World:
 
     def launch(self) -> object:
         """Plans a step; returns what it is, whatever objects and blocks it is made of."""
-        batched = self.batch.step_behind(self.in_flight[-1][0]) if self.in_flight else self.batch.next_step()
+        batched = self.batch.step_behind(self.in_flight[-1]) if self.in_flight else self.batch.next_step()
         if batched is None:
             return None
         self.batch.releases.step_launched()
-        seqs = tuple(batched.step.seqs)
-        check_tensors(batched)
-        self.num_column_steps += batched.num_rows > 0
+        check_rows(batched)
         before, self.draws = self.draws, []
         told = {}
-        for (request, seq), scheduled in zip(batched.seqs, seqs, strict=True):
-            fed_by = None if scheduled.feed is None else before[scheduled.feed]
-            draws = [(spec.params, spec.output_index, spec.history is None) for spec in scheduled.samples]
-            blocks = -(-(scheduled.context_len + len(scheduled.token_ids)) // BLOCK_SIZE)
-            assert len(scheduled.block_table) >= blocks
-            told[request.handle, seq.index] = (scheduled.token_ids, scheduled.context_len, draws, fed_by)
-            self.draws += [(request.handle, each.index) for each in seq.drawers for _ in scheduled.samples[:1]]
-        self.in_flight.append((batched, seqs))
-        return told, batched.num_decodes, batched.num_prompt_tokens, batched.is_decode
+        step = batched.step
+        for (request, seq), chunk, feed in zip(batched.seqs, seqs_of(step), feeds_of(step), strict=True):
+            fed_by = None if feed < 0 else before[feed]
+            draws = [(spec.params.temperature, spec.params.seed, spec.output_index) for spec in chunk.samples]
+            blocks = -(-(chunk.context_len + len(chunk.token_ids)) // BLOCK_SIZE)
+            assert len(seq.block_table) >= blocks
+            told[request.handle, seq.index] = (chunk.token_ids, chunk.context_len, draws, fed_by)
+            self.draws += [(request.handle, each.index) for each in seq.drawers for _ in chunk.samples[:1]]
+        self.in_flight.append(batched)
+        return told, len(batched.rows), batched.num_prompt_tokens
 
     def end(self, salt: int) -> None:
         """The oldest step ends; what it draws depends on who draws, and on `salt`."""
-        batched, seqs = self.in_flight.popleft()
+        batched = self.in_flight.popleft()
         self.cache.step_ended(failed=False)
         self.batch.releases.step_ended()
-        for (request, seq), scheduled in zip(batched.seqs, seqs, strict=True):
+        for (request, seq), chunk in zip(batched.seqs, seqs_of(batched.step), strict=True):
             if request in self.batch and not seq.is_finished:
-                self.apply(request, seq, scheduled, salt)
+                self.apply(request, seq, chunk, salt)
         self.cache.check_invariants()
 
     def apply(self, request, seq, scheduled, salt) -> None:
@@ -116,24 +111,19 @@ def budget(limits: StepLimits) -> ChunkBudget:
     return ChunkBudget(limits.chunk_tokens)
 
 
-def check_tensors(batched: BatchedStep) -> None:
-    """Columns are laid out as the objects that stand for them."""
-    found = build_batch(batched.step.seqs, BLOCK_SIZE, CPU)
-    expected = build_batch(tuple(batched.step.seqs), BLOCK_SIZE, CPU)
-    pairs = [(getattr(each, name), getattr(other, name)) for each, other, names in (
-        (found, expected, ("token_ids", "positions", "sample_rows")),
-        (found.metadata, expected.metadata, ("cu_seqlens_q", "seq_lens", "block_tables", "slot_mapping")),
-    ) for name in names]  # fmt: skip
-    assert all(one.dtype == other.dtype and torch.equal(one, other) for one, other in pairs)
-    assert found.metadata.seq_lens_host == expected.metadata.seq_lens_host
-    assert found.num_draws == expected.num_draws
-    assert (found.feeds is None) is (expected.feeds is None)
-    if found.feeds is not None and expected.feeds is not None:
-        assert torch.equal(found.feeds.tokens, expected.feeds.tokens)
-        assert torch.equal(found.feeds.draws, expected.feeds.draws)
-        assert found.feeds.history == expected.feeds.history
-    if found.sample_specs:
-        assert found.sample_specs == expected.sample_specs
+def check_rows(batched: BatchedStep) -> None:
+    """A seq is a row if it decodes, else a chunk; its row says what its sequence does."""
+    assert all(request.group.is_forked and seq.num_remaining_tokens == 1 for request, seq in batched.rows)
+    rows = batched.step.rows
+    assert (rows is None) is (not batched.rows)
+    if rows is None:
+        return
+    assert all(spec.params.presence_penalty and spec.history is not None for _, spec in rows.draws.extras)
+    assert [number for number, _ in rows.draws.extras] == [
+        number for number, (_, seq) in enumerate(batched.rows) if seq.params.presence_penalty
+    ]
+    for (_, seq), table in zip(batched.rows, rows.tables.tolist(), strict=True):
+        assert table[: len(seq.block_table)] == list(seq.block_table)[: len(table)]
 
 
 def sampling_of(rng: random.Random) -> SamplingParams:
@@ -147,7 +137,7 @@ def sampling_of(rng: random.Random) -> SamplingParams:
 
 @settings(max_examples=60, deadline=None)
 @given(st.integers(0, 2**32))
-def test_steps_by_columns_are_those_of_plain_plans(seed: int) -> None:
+def test_steps_planned_together_are_those_of_plain_plans(seed: int) -> None:
     rng = random.Random(seed)
     num_blocks, max_seqs = rng.choice((24, 48, 200)), rng.choice((4, 8))
     worlds = [World(kind, num_blocks, max_seqs) for kind in (RunningBatch, PlainBatch)]
@@ -169,12 +159,3 @@ def test_steps_by_columns_are_those_of_plain_plans(seed: int) -> None:
                 for world in worlds:
                     world.end(seed)
         assert worlds[0].cache.pool.counts() == worlds[1].cache.pool.counts()
-
-
-def test_one_that_decodes_alone_is_a_row_from_its_second_decode_on() -> None:
-    world = World(RunningBatch, 24, 4)
-    world.arrive(1, 5, SamplingParams(max_tokens=9, temperature=0.0), 1, 0)
-    for _ in range(6):
-        world.launch()
-        world.end(0)
-    assert world.num_column_steps == 4

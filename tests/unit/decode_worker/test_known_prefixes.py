@@ -11,6 +11,7 @@ import pytest
 from engine.step import Direction, Step
 from tandem.errors import InternalError, Overloaded, PrefixNotHeld
 from tandem.types import GroupSpec, Handle, TokenId
+from tests.decode_rows import seqs_of
 
 MakeSpec = Callable[..., GroupSpec]
 Completion = Callable[..., list[TokenId]]
@@ -24,7 +25,7 @@ def next_turn(spec: GroupSpec, completion: list[TokenId], *said: int, **changes:
 
 
 def num_computed(steps: list[Step]) -> int:
-    return sum(len(seq.token_ids) for step in steps for seq in step.seqs)
+    return sum(len(seq.token_ids) for step in steps for seq in seqs_of(step))
 
 
 async def finish(bench: Any, handle: Handle) -> list[list[TokenId]]:

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from tandem.types import GroupSpec, Handle
+from tests.decode_rows import seqs_of
 
 MakeSpec = Callable[..., GroupSpec]
 
@@ -50,7 +51,7 @@ class Simulation:
     @property
     def num_recomputed_tokens(self) -> int:
         """Tokens computed more than once: every prompt comes by hand-off."""
-        return sum(len(seq.token_ids) - 1 for step in self.bench.engine.steps for seq in step.seqs)
+        return sum(len(seq.token_ids) - 1 for step in self.bench.engine.steps for seq in seqs_of(step))
 
     async def play(self, num_turns: int) -> None:
         self.bench.engine.hold()

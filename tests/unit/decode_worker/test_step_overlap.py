@@ -12,6 +12,7 @@ from engine.block_pool import BlockPool
 from engine.engine_thread import EngineBroken
 from tandem.errors import InternalError
 from tandem.types import BlockId, GroupSpec, Handle, TokenId
+from tests.decode_rows import feeds_of
 from worker.releases import BlockReleases
 
 MakeSpec = Callable[..., GroupSpec]
@@ -19,7 +20,7 @@ Completion = Callable[..., list[TokenId]]
 
 
 def feeds(bench: Any, step: int) -> list[int | None]:
-    return [seq.feed for seq in bench.engine.steps[step].seqs]
+    return [None if feed < 0 else feed for feed in feeds_of(bench.engine.steps[step])]
 
 
 async def decoding(bench: Any, *specs: GroupSpec) -> list[Handle]:
@@ -120,7 +121,7 @@ async def test_an_end_token_costs_one_discarded_token(
         await bench.router.until(lambda: {ending, going} == set(bench.router.ended))
         assert bench.router.tokens[ending] == completion(short)[1:]
         assert bench.router.tokens[going] == completion(long)[1:]
-        assert [len(step.seqs) for step in bench.engine.steps[:6]] == [2, 2, 2, 2, 1, 1]
+        assert [len(feeds_of(step)) for step in bench.engine.steps[:6]] == [2, 2, 2, 2, 1, 1]
     assert bench.recorded.sequences[0].args("SequenceEnded") == (None, 3)
 
 

@@ -6,6 +6,8 @@ from typing import Any
 
 import pytest
 
+from tests.decode_rows import seqs_of
+
 
 async def test_a_hand_off_decodes_once_it_is_there(open_bench: Any, make_spec: Any) -> None:
     async with open_bench() as bench:
@@ -44,4 +46,4 @@ async def test_the_first_chunk_of_a_prompt_whose_beginning_is_cached_is_bounded_
         monkeypatch.setattr(bench.batch.budget, "tokens", lambda *_, **__: 10)
         longer = bench.reserve(2, make_spec(60, 1), local_prefill=True)
         await bench.router.until(lambda: longer in bench.router.ended)
-        assert max(len(seq.token_ids) for step in bench.engine.steps[2:] for seq in step.seqs) == 10
+        assert max(len(seq.token_ids) for step in bench.engine.steps[2:] for seq in seqs_of(step)) == 10

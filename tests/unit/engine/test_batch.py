@@ -10,18 +10,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.batch import build_batch
+from engine.draws import SampleSpec
 from engine.sequence import new_block_table
-from engine.step import SampleSpec, ScheduledSeq
+from engine.step import DecodeRows, ScheduledSeq
 from tandem.errors import InternalError
 from tandem.types import BlockId, SamplingParams, TokenId
+from tests.decode_rows import chunks_of
 
 CPU = torch.device("cpu")
 SAMPLE = SampleSpec(SamplingParams(max_tokens=1), 0)
 
 
-def scheduled(tokens, context_len, blocks, samples: tuple[SampleSpec, ...] = (SAMPLE,), feed=None) -> ScheduledSeq:
+def scheduled(tokens, context_len, blocks, samples: tuple[SampleSpec, ...] = (SAMPLE,)) -> ScheduledSeq:
     table = new_block_table([BlockId(b) for b in blocks])
-    return ScheduledSeq(tuple(TokenId(t) for t in tokens), context_len, table, samples, feed)
+    return ScheduledSeq(tuple(TokenId(t) for t in tokens), context_len, table, samples)
 
 
 def test_a_chunk_and_a_decode_step_lie_end_to_end() -> None:
@@ -35,7 +37,7 @@ def test_a_chunk_and_a_decode_step_lie_end_to_end() -> None:
     assert batch.metadata.block_tables.tolist() == [[7, 5], [2, 0]]
     assert (batch.metadata.query_lens_host, batch.metadata.seq_lens_host) == ((3, 1), (6, 5))
     assert batch.sample_rows.tolist() == [3]
-    assert batch.sample_specs == (SAMPLE,)
+    assert batch.draws.extras == ((0, SAMPLE),)
     assert (batch.num_draws, batch.draw_rows, batch.feeds) == ((0, 1), None, None)
 
 
@@ -88,20 +90,34 @@ def test_a_draw_from_a_token_that_is_not_scheduled_is_refused(count: int) -> Non
         build_batch([scheduled([1, 2], 0, [3]), scheduled([1, 2], 0, [4], from_end(count))], 4, CPU)
 
 
+def test_rows_come_before_chunks_and_their_draws_before_those_of_chunks() -> None:
+    rows = DecodeRows.of([scheduled([7], 4, [9, 8]), scheduled([6], 0, [3])])
+    chunks = [scheduled([10, 11, 12], 3, [7, 5], samples=()), scheduled([20, 21], 3, [2, 0], from_end(0, 1))]
+    mixed, alone = build_batch(chunks, 4, CPU, rows), build_batch([*chunks_of(rows), *chunks], 4, CPU)
+    assert (mixed.num_rows, mixed.num_draws, alone.num_draws) == (2, (0, 2), (1, 1, 0, 2))
+    for name in ("token_ids", "positions", "sample_rows", "draw_rows"):
+        assert torch.equal(getattr(mixed, name), getattr(alone, name)), name
+    for name in ("cu_seqlens_q", "seq_lens", "block_tables", "slot_mapping"):
+        assert torch.equal(getattr(mixed.metadata, name), getattr(alone.metadata, name)), name
+    assert mixed.draws.output_indexes.tolist() == alone.draws.output_indexes.tolist()
+    assert mixed.draws.extras[-1][0] == 3
+
+
+def test_a_row_without_a_block_for_its_token_is_refused() -> None:
+    with pytest.raises(InternalError, match="no block"):
+        build_batch([], 4, CPU, DecodeRows.of([scheduled([7], 4, [9]), scheduled([7], 4, [3, 4])]))
+
+
 def test_what_the_step_before_drew_takes_its_place_and_a_broken_draw_is_any_token() -> None:
-    params = replace(SAMPLE.params, repetition_penalty=2.0)
-    penalised = tuple(each._replace(params=params) for each in from_end(1, 0, 0))
-    seqs = [
-        scheduled([0], 3, [3], feed=2),
-        scheduled([7, 8], 0, [4]),
-        scheduled([9, 0], 0, [5], penalised, feed=0),
-        scheduled([0], 1, [6], (), feed=1),
-    ]
-    batch = build_batch(seqs, 4, CPU)
+    penalised = (SAMPLE._replace(params=replace(SAMPLE.params, repetition_penalty=2.0)),)
+    rows = DecodeRows.of(
+        [scheduled([0], 3, [3]), scheduled([9], 0, [4], penalised), scheduled([0], 1, [5], penalised)], [1, -1, 0]
+    )
+    batch = build_batch([scheduled([7, 8], 0, [6])], 4, CPU, rows)
     assert batch.feeds is not None
-    assert batch.feeds.history == {3: 0, 4: 0}  # only penalties look at it, and only from the fed token on
-    batch.feeds.put(torch.tensor([40, -1, 42]), batch.token_ids)
-    assert batch.token_ids.tolist() == [42, 7, 8, 9, 40, 0]
+    assert batch.feeds.history == {2: 0}  # only penalties look at it, and only where a token is fed
+    batch.feeds.put(torch.tensor([40, -1]), batch.token_ids)
+    assert batch.token_ids.tolist() == [0, 9, 40, 7, 8]
 
 
 @given(

@@ -8,11 +8,12 @@ import torch
 from engine.beam import BeamSearch, num_candidates
 from engine.beam_group import BeamGroup, candidates_of, new_group
 from engine.block_pool import BlockPool
+from engine.draws import SampleSpec
 from engine.group import Group
 from engine.prefix_cache import PrefixCache
 from engine.runner import Runner
 from engine.sequence import Sequence
-from engine.step import BrokenLogits, SampleSpec, Step
+from engine.step import BrokenLogits, Step
 from tandem.errors import InternalError
 from tandem.types import Candidates, ChoiceSpec, GroupSpec, RequestId, SamplingParams, TokenId
 from tests.drawing import history, sample

@@ -41,57 +41,6 @@ def test_nothing_is_a_fine_wish() -> None:
     pool.assert_idle()
 
 
-def test_a_shared_block_is_free_only_after_its_last_holder() -> None:
-    pool = BlockPool(4, 16)
-    blocks = pool.allocate(2)
-    pool.retain(blocks)
-    assert pool.is_shared(blocks[0])
-    pool.release(blocks)
-    assert not pool.is_shared(blocks[0])
-    assert pool.state(blocks[0]) is BlockState.LIVE
-    pool.release(blocks)
-    pool.assert_idle()
-
-
-def test_a_received_block_becomes_live_when_sealed() -> None:
-    pool = BlockPool(4, 16)
-    blocks = pool.allocate(2, RESERVED)
-    pool.start_receiving(blocks)
-    pool.seal(blocks)
-    assert pool.counts().live == 2
-
-
-def test_a_block_released_before_the_first_byte_is_free_at_once() -> None:
-    pool = BlockPool(4, 16)
-    pool.release(pool.allocate(2, RESERVED))
-    pool.assert_idle()
-
-
-def test_a_block_released_under_a_live_writer_is_quarantined_until_the_writer_stops() -> None:
-    pool = BlockPool(2, 16)
-    blocks = pool.allocate(2, RESERVED)
-    pool.start_receiving(blocks)
-    pool.release(blocks)
-    assert pool.counts().quarantined == 2
-    with pytest.raises(PoolExhausted):
-        pool.allocate(1)
-    pool.writer_stopped(blocks)
-    pool.assert_idle()
-
-
-def test_a_block_whose_writer_stopped_first_is_free_once_released() -> None:
-    pool = BlockPool(2, 16)
-    blocks = pool.allocate(2, RESERVED)
-    pool.start_receiving(blocks)
-    pool.writer_stopped(blocks)
-    assert pool.counts().receiving == 2
-    pool.release(blocks)
-    pool.assert_idle()
-    assert pool.allocate(2, RESERVED) == blocks
-    pool.start_receiving(blocks)
-    pool.seal(blocks)
-
-
 def test_a_block_whose_writer_stopped_unverified_never_becomes_live() -> None:
     pool = BlockPool(2, 16)
     blocks = pool.allocate(1, RESERVED)
@@ -99,25 +48,6 @@ def test_a_block_whose_writer_stopped_unverified_never_becomes_live() -> None:
     pool.writer_stopped(blocks)
     with pytest.raises(InternalError, match="stopped before they were verified"):
         pool.seal(blocks)
-
-
-def test_a_writer_that_never_came_changes_nothing() -> None:
-    pool = BlockPool(2, 16)
-    blocks = pool.allocate(1, RESERVED)
-    pool.writer_stopped(blocks)
-    pool.start_receiving(blocks)
-    pool.seal(blocks)
-    assert pool.counts().live == 1
-
-
-def test_each_allocation_is_a_new_generation() -> None:
-    pool = BlockPool(1, 16)
-    (block,) = pool.allocate(1)
-    assert pool.generation(block) == 1
-    pool.release((block,))
-    assert pool.generation(block) == 1
-    pool.allocate(1)
-    assert pool.generation(block) == 2
 
 
 def test_a_block_of_known_content_is_cached_without_a_holder_and_found_again_as_it_was() -> None:
@@ -138,17 +68,6 @@ def test_a_block_of_known_content_is_cached_without_a_holder_and_found_again_as_
     pool.evict(blocks)
     assert pool.allocate(2) == blocks
     assert not pool.is_shared(blocks[0])
-
-
-def test_a_block_whose_content_was_forgotten_is_free_without_a_holder() -> None:
-    pool = BlockPool(4, 16)
-    blocks = pool.allocate(2)
-    pool.keep(blocks)
-    assert pool.is_shared(blocks[0])
-    pool.forget(blocks)
-    assert not pool.is_shared(blocks[0])
-    pool.release(blocks)
-    assert pool.num_free == 4
 
 
 @pytest.mark.parametrize(

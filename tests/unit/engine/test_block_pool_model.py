@@ -10,6 +10,7 @@ from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from engine.block_pool import BlockPool, PoolExhausted
+from tandem.errors import InternalError
 from tandem.lifecycle import BlockState
 from tandem.types import BlockId
 
@@ -101,20 +102,25 @@ class PoolMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     def seal(self, data: st.DataObject) -> None:
         group = self._pick(data, BlockState.RECEIVING)
-        if group is not None and not group.writer_gone:
+        if group is None:
+            return
+        if group.writer_gone and group.blocks:
+            with pytest.raises(InternalError, match="stopped before they were verified"):
+                self.pool.seal(group.blocks)
+        else:
             self.pool.seal(group.blocks)
             group.state = BlockState.LIVE
 
     @rule(data=st.data())
     def writer_stopped(self, data: st.DataObject) -> None:
-        group = self._pick(data, BlockState.QUARANTINED, BlockState.RECEIVING)
+        group = self._pick(data, BlockState.QUARANTINED, BlockState.RECEIVING, BlockState.RESERVED)
         if group is None:
             return
         self.pool.writer_stopped(group.blocks)
         if group.state is BlockState.QUARANTINED:
             self.groups.remove(group)
-        else:
-            group.writer_gone = True
+        else:  # a RESERVED block never had a writer
+            group.writer_gone = group.state is BlockState.RECEIVING
 
     @precondition(lambda self: all(group.state is BlockState.CACHED for group in self.groups))
     @rule()

@@ -7,8 +7,9 @@ import pytest
 import torch
 from transformers import RepetitionPenaltyLogitsProcessor
 
+from engine.draws import Draws, SampleSpec, TokenMask
 from engine.sampler import draw, plan_draws
-from engine.step import BrokenLogits, SampleSpec, TokenMask
+from engine.step import BrokenLogits
 from tandem.errors import InternalError
 from tandem.types import SamplingParams, TokenId
 from tests.drawing import TORCH, history, sample
@@ -72,14 +73,15 @@ def test_candidates_and_tokens_are_drawn_from_one_row_as_from_rows_of_their_own(
     specs = [spec(4), spec(seed=3), spec(seed=4, logprobs=2), spec(temperature=0.0), spec(2, mask_of(1, 2, 3))]
     rows = torch.tensor([1, 0, 1, 0, 1])
     expected = sample(logits[rows], specs)
-    assert draw(logits, plan_draws(specs, TORCH, CPU), rows, {}).read() == expected
+    drawn = draw(logits, plan_draws(Draws.of(specs), TORCH, CPU), rows, {}).read()
+    assert [drawn[number] for number in range(len(specs))] == expected
     alone = [sample(logits[row : row + 1], [each])[0] for row, each in zip(rows, specs, strict=True)]
     assert alone == expected
 
 
 def test_what_a_draw_of_candidates_feeds_is_the_best() -> None:
-    drawn = draw(random_logits(1), plan_draws([spec(4)], TORCH, CPU), None, {})
-    ((first, *_),) = drawn.read()
+    drawn = draw(random_logits(1), plan_draws(Draws.of([spec(4)]), TORCH, CPU), None, {})
+    first, *_ = drawn.read().more[0]
     assert drawn.token_ids.tolist() == [first.token_id]
 
 
@@ -132,7 +134,7 @@ def test_words_unpacked_on_a_device_are_those_unpacked_on_the_host() -> None:
     from engine.penalties import TokenMasks
 
     words = np.random.default_rng(0).integers(0, 2**32, (3, 10), dtype=np.uint32)
-    on_host = TokenMasks.of(list(words), CPU)
+    on_host = TokenMasks.of([*enumerate(words)], CPU)
     assert on_host is not None
     packed = TokenMasks(on_host.draws, torch.from_numpy(words.view(np.int32)))
     unpacked, expected = torch.zeros(3, 310), torch.zeros(3, 310)

@@ -11,12 +11,14 @@ from collections.abc import AsyncIterator, Awaitable
 import pytest
 import torch
 
+from engine.draws import SampleSpec
 from engine.engine_thread import MAX_FAILURES, EngineBroken, EngineThread, FeederFailed
 from engine.loading import open_engine_executor
-from engine.step import BrokenLogits, Sampled, SampledToken, ScheduledSeq, Step, StepResult
+from engine.step import BrokenLogits, DecodeRows, Sampled, SampledToken, ScheduledSeq, Step, StepResult
 from engine.thread_work import to_the_end
 from tandem.errors import InternalError
-from tandem.types import TokenId
+from tandem.types import BlockId, SamplingParams, TokenId
+from tests.token_engine import drawn_of
 
 DEADLINE_S = 10.0
 linux_only = pytest.mark.skipif(sys.platform != "linux", reason="threads have their own settings on Linux")
@@ -53,19 +55,21 @@ class GatedRunner:
 
     def collect(self, launched):
         self.events.append(f"collect {number(launched)}")
-        return StepResult((self.draws.get(number(launched), (TOKEN,)),), 0.25)
+        return StepResult((), 0.25, drawn=drawn_of([self.draws.get(number(launched), (TOKEN,))]))
 
 
-def step_of(context_len: int = 0, feed: int | None = None) -> Step:
-    return Step((ScheduledSeq((TokenId(1),), context_len, (), (), feed),))
+def step_of(context_len: int, feeds: list[int] | None = None) -> Step:
+    spec = SampleSpec(SamplingParams(max_tokens=1), 0)
+    return Step((), rows=DecodeRows.of([ScheduledSeq((TokenId(1),), context_len, (BlockId(0),), (spec,))], feeds))
 
 
 def number(step: Step) -> int:
-    return step.seqs[0].context_len
+    assert step.rows is not None
+    return int(step.rows.context_lens[0])
 
 
 TOKEN: Sampled = (SampledToken(TokenId(1), None),)
-GOOD, BAD, UNPREPARABLE, FED = step_of(1), step_of(2), step_of(3), step_of(4, feed=0)
+GOOD, BAD, UNPREPARABLE, FED = step_of(1), step_of(2), step_of(3), step_of(4, [0])
 
 
 @pytest.fixture
@@ -272,15 +276,29 @@ async def failures(engine: EngineThread, count: int, *steps: Step) -> list[type]
     return [type(await outcome(each)) for _ in range(count) for each in [engine.launch(step) for step in steps]]
 
 
-async def test_as_many_failures_in_a_row_as_no_request_can_cause_say_that_the_engine_is_broken(runner, engine) -> None:
-    runner.may_end.set()
-    assert await failures(engine, MAX_FAILURES, BAD) == [InternalError] * (MAX_FAILURES - 1) + [EngineBroken]
+BROKEN: tuple[Sampled, ...] = (BrokenLogits(),)
+CHUNK = step_of(5)
 
 
-async def test_a_step_that_fails_for_want_of_its_feed_is_no_failure_of_its_own(runner, engine) -> None:
+@pytest.mark.parametrize(
+    ("draws", "steps", "breaks"),
+    [
+        ({}, [BAD], True),
+        ({}, [BAD, FED], True),  # a step that fails for want of its feed is no failure of its own
+        ({1: BROKEN * 2}, [GOOD], True),
+        ({1: (BrokenLogits(), TOKEN)}, [GOOD], False),
+        ({1: BROKEN, 5: ()}, [GOOD, CHUNK], True),  # a step without draws says nothing of the logits
+        ({1: BROKEN, 4: BROKEN}, [GOOD, FED], True),  # draws that were fed are the fault of the step before
+    ],
+)
+async def test_as_many_failures_in_a_row_as_no_request_can_cause_say_that_the_engine_is_broken(
+    runner, engine, draws, steps, breaks
+) -> None:
+    """Of steps that fail, and of those whose draws are all broken."""
     runner.may_end.set()
-    assert await failures(engine, MAX_FAILURES - 1, BAD, FED) == [InternalError, FeederFailed] * (MAX_FAILURES - 1)
-    assert await failures(engine, 1, BAD) == [EngineBroken]
+    runner.draws = draws
+    assert EngineBroken not in await failures(engine, MAX_FAILURES - 1, *steps)
+    assert (EngineBroken in await failures(engine, 1, *steps)) is breaks
 
 
 async def test_one_good_step_among_failures_shows_that_the_engine_works(runner, engine) -> None:
@@ -290,38 +308,11 @@ async def test_one_good_step_among_failures_shows_that_the_engine_works(runner, 
         await engine.launch(GOOD)
 
 
-async def test_draws_that_are_all_broken_for_so_many_steps_say_that_the_engine_is_broken(runner, engine) -> None:
-    runner.may_end.set()
-    runner.draws[1] = (BrokenLogits(), BrokenLogits())
-    assert await failures(engine, MAX_FAILURES, GOOD) == [StepResult] * (MAX_FAILURES - 1) + [EngineBroken]
-
-
 async def test_broken_draws_and_failed_steps_count_together(runner, engine) -> None:
     runner.may_end.set()
-    runner.draws[1] = (BrokenLogits(),)
+    runner.draws[1] = BROKEN
     assert EngineBroken not in await failures(engine, MAX_FAILURES // 2 - 1, GOOD, BAD)
     assert await failures(engine, 1, GOOD, BAD) == [StepResult, EngineBroken]
-
-
-async def test_one_broken_draw_among_good_ones_is_no_failure_of_the_engine(runner, engine) -> None:
-    runner.may_end.set()
-    runner.draws[1] = (BrokenLogits(), TOKEN)
-    assert await failures(engine, 2 * MAX_FAILURES, GOOD) == [StepResult] * 2 * MAX_FAILURES
-
-
-async def test_a_step_without_draws_says_nothing_of_the_logits(runner, engine) -> None:
-    runner.may_end.set()
-    chunk = step_of(5)
-    runner.draws = {1: (BrokenLogits(),), 5: ()}
-    assert EngineBroken not in await failures(engine, MAX_FAILURES - 1, GOOD, chunk)
-    assert await failures(engine, 1, GOOD) == [EngineBroken]
-
-
-async def test_broken_draws_that_were_fed_are_the_fault_of_the_step_before(runner, engine) -> None:
-    runner.may_end.set()
-    runner.draws = {1: (BrokenLogits(),), 4: (BrokenLogits(),)}
-    assert EngineBroken not in await failures(engine, MAX_FAILURES - 1, GOOD, FED)
-    assert await failures(engine, 1, GOOD) == [EngineBroken]
 
 
 LOST = RuntimeError("CUDA error: an illegal memory access was encountered")

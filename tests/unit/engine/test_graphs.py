@@ -14,10 +14,11 @@ import torch
 
 from bench.support.tiny_models import TINY_MODELS, VOCAB_SIZE, save_tiny_model
 from engine.batch import Batch, Forward, build_batch
+from engine.draws import SampleSpec
 from engine.graphs import CudaCapturer, DecodeGraphs, batch_sizes, context_bounds
 from engine.kv_cache import KvCache
 from engine.runner import Runner
-from engine.step import SampleSpec, ScheduledSeq, Step
+from engine.step import ScheduledSeq, Step
 from kernels.attention import AttentionMetadata, AttentionParams
 from kernels.dispatch import select_kernels
 from kernels.operations import Kernels
@@ -25,6 +26,7 @@ from kernels.reference import ReferenceBackend
 from kernels.reference_operations import ReferenceOperations
 from models.loading import LoadedModel, load_model
 from tandem.types import BlockId, SamplingParams, TokenId
+from tests.kernels.devices import needs_gpu
 
 BLOCK_SIZE, NUM_BLOCKS = 4, 64
 SIZES, BOUNDS = (1, 2, 4, 6), (16, 40)
@@ -255,8 +257,7 @@ def test_the_runner_takes_the_same_tokens_from_either(model: LoadedModel, caches
     assert capturer.num_replayed == 2
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@needs_gpu
 def test_a_gpu_replays_the_logits_of_a_plain_step(tmp_path: Path) -> None:
     device = torch.device("cuda", 0)
     path = save_tiny_model(TINY_MODELS[0], tmp_path)

@@ -19,6 +19,7 @@ from engine.prefix_cache import PrefixCache
 from engine.sequence import Sequence
 from tandem.first_tokens import NextTokens, decode_first_tokens, encode_first_tokens
 from tandem.types import BlockId, ChoiceSpec, FinishReason, GroupSpec, RequestId, SamplingParams, TokenId
+from tests.decode_rows import rows_of
 
 NUM_BLOCKS, BLOCK_SIZE = 20, 3
 END = TokenId(99)
@@ -66,7 +67,8 @@ class GroupMachine(RuleBasedStateMachine):
         if not group.is_forked and group.prefix.num_computed_tokens >= len(group.spec.prompt_token_ids):
             group.fork(self.pool)
         for seq in group.running:
-            if not seq.is_exhausted and seq.num_remaining_tokens and seq.num_pending_tokens < 2:
+            is_row = group.is_forked and seq.num_remaining_tokens == 1
+            if not seq.is_exhausted and seq.num_remaining_tokens and (is_row or not seq.num_pending_tokens):
                 count = seq.num_remaining_tokens
                 self._launch(data, group, seq, count if whole else data.draw(st.integers(1, count), "tokens"))
 
@@ -76,16 +78,19 @@ class GroupMachine(RuleBasedStateMachine):
             return
         copies = group.copy_on_write(seq, PrefixCache(self.pool))
         seq.add_blocks(self.pool.allocate(seq.blocks_wanted(num_tokens, BLOCK_SIZE)))
-        feeds = seq.num_pending_tokens > 0 and seq.num_computed_tokens + num_tokens == seq.num_tokens
-        drawers, scheduled = seq.drawers, seq.schedule(num_tokens, 0 if feeds else None)
+        first, drawers, draws = seq.num_computed_tokens, seq.drawers, num_tokens == seq.num_remaining_tokens
+        if seq.num_pending_tokens:
+            rows_of((seq,), [0])
+        else:
+            seq.schedule(num_tokens)
         for copy in copies:
             for slot in range(BLOCK_SIZE):
                 self.memory[copy.target, slot] = self.memory.get((copy.source, slot), ())
-        for at in range(scheduled.context_len, scheduled.context_len + num_tokens):
-            block = scheduled.block_table[at // BLOCK_SIZE]
+        for at in range(first, first + num_tokens):
+            block = seq.block_table[at // BLOCK_SIZE]
             assert not self.pool.is_shared(block), "a writer writes a shared block"
             self.memory[block, at % BLOCK_SIZE] = self._history(group, seq)[: at + 1]
-        tokens = [self._draw(data) for _ in scheduled.samples]
+        tokens = [self._draw(data) for _ in drawers] if draws else []
         for drawer, token in zip(drawers if tokens else (), tokens, strict=True):
             self.drawn[id(drawer)].append(token)
         self.in_flight.append(InFlight(group, seq, drawers if tokens else (), num_tokens, tokens))

@@ -9,9 +9,9 @@ from collections.abc import AsyncIterator
 import numpy as np
 import pytest
 
+from engine.draws import TokenMask
 from engine.guides import MAX_KEPT_GRAMMARS, Guide, Guides
 from engine.sequence import Sequence
-from engine.step import TokenMask
 from models.files.checkpoint import read_checkpoint
 from models.grammar import GrammarCompiler
 from tandem.errors import InvalidRequest, TandemError

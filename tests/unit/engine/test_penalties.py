@@ -15,9 +15,9 @@ from transformers import (
     SequenceBiasLogitsProcessor,
 )
 
+from engine.draws import Draws, SampleSpec
 from engine.penalties import LogitChanges
 from engine.sampler import draw, plan_draws
-from engine.step import SampleSpec
 from tandem.errors import InternalError
 from tandem.types import SamplingParams, TokenId
 from tests.drawing import TORCH, history
@@ -90,7 +90,7 @@ def test_rows_are_changed_together_bit_for_bit_as_each_would_be_alone(seed: int)
         SampleSpec(params, len(output) + (number in fed_by), history(prompt, output))
         for number, (params, prompt, output) in enumerate(rows)
     ]
-    changes = LogitChanges.of(specs, fed_by, CPU)
+    changes = LogitChanges.of([*enumerate(specs)], fed_by, CPU)
     if changes is not None:
         changes.apply(logits, torch.tensor(drawn))
     assert torch.equal(logits, expected)
@@ -115,7 +115,7 @@ def test_torch_is_called_as_often_for_many_penalised_rows_as_for_one(is_fed: boo
         counts = []
         for each, fed_by in ((specs, {n: n for n in range(count)} if is_fed else {}), (plain, {})):
             with CountCalls() as mode:
-                draw(logits, plan_draws(each, TORCH, CPU, fed_by), None, drawn)
+                draw(logits, plan_draws(Draws.of(each), TORCH, CPU, fed_by), None, drawn)
             counts.append(mode.num_calls)
         return counts[0] - counts[1]
 
@@ -128,7 +128,7 @@ def test_a_broken_draw_that_was_to_be_fed_harms_no_other_row() -> None:
     logits = torch.randn(1, VOCAB_SIZE).repeat(2, 1)
     expected = logits[1].clone()
     change_alone(expected, params, [1], [3, 7])
-    changes = LogitChanges.of(specs, {0: 0, 1: 1}, CPU)
+    changes = LogitChanges.of([*enumerate(specs)], {0: 0, 1: 1}, CPU)
     assert changes is not None
     changes.apply(logits, torch.tensor([-1, 7]))
     assert torch.equal(logits[1], expected)
@@ -136,7 +136,7 @@ def test_a_broken_draw_that_was_to_be_fed_harms_no_other_row() -> None:
 
 def test_a_penalty_without_its_history_is_refused() -> None:
     with pytest.raises(InternalError, match="without the tokens"):
-        LogitChanges.of([SampleSpec(SamplingParams(max_tokens=9, presence_penalty=1.0), 0)], {}, CPU)
+        LogitChanges.of([(0, SampleSpec(SamplingParams(max_tokens=9, presence_penalty=1.0), 0))], {}, CPU)
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -156,7 +156,7 @@ def test_biases_penalties_and_min_tokens_together_are_those_of_transformers(seed
         end_token_ids=frozenset(map(TokenId, ends)),
     )
 
-    changes = LogitChanges.of([SampleSpec(params, 2, history(seen[:2], seen[2:]))], {}, CPU)
+    changes = LogitChanges.of([(0, SampleSpec(params, 2, history(seen[:2], seen[2:])))], {}, CPU)
 
     assert changes is not None
     changes.apply(logits, None)

@@ -19,6 +19,7 @@ from kvtransfer.rows import Rows
 from tandem.errors import TransferError
 from tandem.kv_layout import DType, KvLayout
 from tandem.types import BlockId
+from tests.kernels.devices import needs_gpu
 
 LAYOUT = KvLayout(num_layers=2, num_kv_heads=1, block_size=4, head_dim=8, dtype=DType.FLOAT32)
 NUM_BLOCKS, RING_ROWS = 40, 16
@@ -120,8 +121,7 @@ async def test_a_copy_that_the_device_refuses_is_a_failed_transfer_and_holds_no_
     staging.close()
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@needs_gpu
 async def test_a_pool_on_a_gpu_has_a_ring_in_pinned_shared_memory() -> None:
     cache = KvCache.create(LAYOUT, NUM_BLOCKS, torch.device("cuda", 0), shared=True)
     try:

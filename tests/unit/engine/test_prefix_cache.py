@@ -6,7 +6,6 @@ import pytest
 
 from engine.block_pool import BlockPool, PoolExhausted
 from engine.prefix_cache import PrefixCache
-from shell.prefix_hash import block_hashes
 from tandem.lifecycle import BlockState
 
 SIZE = 4
@@ -145,45 +144,6 @@ def test_a_cache_that_is_off_is_the_pool():
     remember(cache, "aaaabbbb")
     assert find(cache, "aaaabbbbx") == ()
     assert cache.num_available == cache.pool.num_free == 4
-
-
-class Recorder:
-    """Holds what a listener was told, as a router would."""
-
-    def __init__(self):
-        self.held = []
-
-    def stored(self, cache_salt, parent_hash, hashes, token_ids):
-        assert len(token_ids) == len(hashes) * SIZE
-        assert parent_hash is None or parent_hash in self.held
-        self.held += hashes
-
-    def removed(self, hashes):
-        for each in hashes:
-            self.held.remove(each)
-
-    def cleared(self):
-        self.held.clear()
-
-
-def test_a_listener_knows_what_is_held(cache):
-    heard = cache.listener = Recorder()
-    remember(cache, "aaaabbbbcccc")
-    remember(cache, "aaaabbbbdddd")
-    remember(cache, "aaaa", salt="one")
-    expected = {
-        *block_hashes("", tuple(map(ord, "aaaabbbbcccc")), SIZE),
-        *block_hashes("", tuple(map(ord, "aaaabbbbdddd")), SIZE),
-        *block_hashes("one", tuple(map(ord, "aaaa")), SIZE),
-    }
-    assert sorted(heard.held) == sorted(cache.hashes()) == sorted(expected)
-    taken = cache.allocate(5)
-    assert sorted(heard.held) == sorted(cache.hashes())
-    assert len(heard.held) == 3
-    cache.clear()
-    assert heard.held == cache.hashes() == []
-    cache.pool.release(taken)
-    assert cache.pool.num_free == 8
 
 
 @pytest.mark.parametrize("size", [1, 16, 256])

@@ -12,7 +12,8 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from engine.step import BrokenLogits, SampleSpec
+from engine.draws import SampleSpec
+from engine.step import BrokenLogits
 from tandem.types import SamplingParams, TokenId
 from tests.drawing import drawing_kernels, history, sample
 

@@ -33,21 +33,19 @@ def test_after_a_token_one_token_remains_and_the_counter_has_moved(make_seq) -> 
     assert [sample.output_index for sample in step.samples] == [1]
 
 
-def test_a_pending_token_is_scheduled_as_a_feed_and_counts_in_the_next_draw(make_seq) -> None:
-    seq = make_seq((5, 6), presence_penalty=1.0)
-    seq.schedule(2)
+def test_a_pending_token_is_no_chunk_and_counts_in_the_next_draw(make_seq) -> None:
+    seq = make_seq((5, 6), (4,), presence_penalty=1.0)
+    seq.schedule(3)
     with pytest.raises(InternalError):
-        seq.schedule(1)  # not known, and not said to be fed
-    step = seq.schedule(1, feed=7)
-    assert (step.token_ids, step.context_len, step.feed) == ((0,), 2, 7)
-    (sample,) = step.samples
-    assert sample.output_index == 1
+        seq.schedule(1)  # not known
+    sample = seq.draw_spec(2)
+    assert seq.schedule_newest() == 4
     assert sample.history is not None
-    assert not len(sample.history.output_ids)  # the fed one is added where it is drawn
-    assert (seq.num_computed_tokens, seq.num_pending_tokens) == (3, 2)
+    assert sample.history.output_ids.tolist() == [4]  # the fed one is added where it is drawn
+    assert (seq.num_computed_tokens, seq.num_pending_tokens) == (4, 2)
     seq.append_token(TokenId(44))
     seq.append_token(TokenId(45))
-    assert (seq.output_token_ids, seq.num_pending_tokens, seq.num_remaining_tokens) == ((44, 45), 0, 1)
+    assert (seq.output_token_ids, seq.num_pending_tokens, seq.num_remaining_tokens) == ((4, 44, 45), 0, 1)
 
 
 @pytest.mark.parametrize(
@@ -72,16 +70,16 @@ def test_a_decodes_token_in_one_call_is_as_in_two(make_seq, options) -> None:
 
 
 def test_what_was_computed_for_nothing_is_rolled_back(make_seq) -> None:
-    seq = make_seq((5, 6), max_tokens=2)
-    seq.schedule(2)
+    seq = make_seq((5, 6), (4,), max_tokens=3)
+    seq.schedule(3)
     assert not seq.is_exhausted
-    seq.schedule(1, feed=0)
+    seq.schedule_newest()
     assert seq.is_exhausted
     seq.append_token(TokenId(44))
     seq.roll_back(1, 1)
-    assert (seq.num_computed_tokens, seq.num_pending_tokens, seq.num_remaining_tokens) == (2, 0, 1)
+    assert (seq.num_computed_tokens, seq.num_pending_tokens, seq.num_remaining_tokens) == (3, 0, 1)
     assert seq.schedule(1).token_ids == (44,)
-    for wrong in ((4, 0), (0, 2)):
+    for wrong in ((5, 0), (0, 2)):
         with pytest.raises(InternalError):
             seq.roll_back(*wrong)
 

@@ -20,6 +20,7 @@ from engine.runner import Launched, Runner
 from engine.sequence import Sequence
 from engine.step import BrokenLogits, SampledToken, Step
 from tandem.types import BlockId, TokenId
+from tests.decode_rows import rows_of
 
 BLOCK_SIZE = 4
 PENALTIES = {"repetition_penalty": 1.3, "presence_penalty": 0.7, "frequency_penalty": 0.4}
@@ -61,17 +62,21 @@ class Driver:
         return completions
 
     def _launch(self, running: list[Sequence], previous: tuple[list[Sequence], Launched] | None) -> Launched:
-        scheduled = []
         for seq in running:
-            num_tokens = seq.num_remaining_tokens
-            seq.add_blocks(self._pool.allocate(seq.blocks_wanted(num_tokens, BLOCK_SIZE)))
-            feed = previous[0].index(seq) if previous is not None and seq.num_pending_tokens else None
-            scheduled.append(seq.schedule(num_tokens, feed))
-        prepared = self._runner.prepare(Step(tuple(scheduled)))
+            seq.add_blocks(self._pool.allocate(seq.blocks_wanted(seq.num_remaining_tokens, BLOCK_SIZE)))
+        if running[0].num_computed_tokens:
+            is_fed = previous is not None
+            feeds = [previous[0].index(seq) if is_fed and seq.num_pending_tokens else -1 for seq in running]
+            step = Step((), rows=rows_of(running, feeds))
+        else:
+            step = Step(tuple(seq.schedule(seq.num_remaining_tokens) for seq in running))
+        prepared = self._runner.prepare(step)
         return self._runner.launch(prepared, None if previous is None else previous[1])
 
     def _apply(self, seqs, completions, stepped, launched, still_flying) -> None:
-        for seq, (sampled,) in zip(stepped, self._runner.collect(launched).outputs, strict=True):
+        drawn = self._runner.collect(launched).drawn
+        for number, seq in enumerate(stepped):
+            sampled = drawn[number]
             assert not isinstance(sampled, BrokenLogits)
             if seq.is_finished:
                 self.num_discarded += 1
@@ -117,10 +122,10 @@ def test_a_seq_fed_by_broken_logits_harms_nobody(make_seq, runner) -> None:
     broken.add_blocks((BlockId(0),))
     good.add_blocks((BlockId(1),))
     first = runner.launch(runner.prepare(Step((broken.schedule(2), good.schedule(2)))), None)
-    second = runner.prepare(Step((broken.schedule(1, feed=0), good.schedule(1, feed=1))))
-    outputs = runner.collect(runner.launch(second, first)).outputs
-    assert outputs[0] == (BrokenLogits(),)
-    assert outputs[1] == ((SampledToken(TokenId(18), None),),)
+    second = runner.prepare(Step((), rows=rows_of((broken, good), [0, 1])))
+    drawn = runner.collect(runner.launch(second, first)).drawn
+    assert drawn[0] == BrokenLogits()
+    assert drawn[1] == (SampledToken(TokenId(18), None),)
 
 
 class LoggingDevice:
@@ -190,7 +195,7 @@ def test_a_launch_waits_for_nothing_even_where_a_penalty_must_see_what_is_fed(ma
     for seq in (plain, penalised):
         seq.add_blocks((BlockId(0),))
         first = device_runner.launch(device_runner.prepare(Step((seq.schedule(2),))), None)
-        device_runner.launch(device_runner.prepare(Step((seq.schedule(1, feed=0),))), first)
+        device_runner.launch(device_runner.prepare(Step((), rows=rows_of((seq,), [0]))), first)
     assert device.log == [
         line
         for uploaded in (1, 4, 7, 10)  # then `uploaded + 1` at its begin, `uploaded + 2` at its end
@@ -211,7 +216,7 @@ def test_a_step_that_fails_synchronizes_the_device_before_it_says_so(make_seq, d
         device_runner.collect(launched)
     assert device.log[-1] == "synchronized"
     device.log.clear()
-    fed = device_runner.prepare(Step((seq.schedule(1, feed=0),)))
+    fed = device_runner.prepare(Step((), rows=rows_of((seq,), [0])))
     with pytest.raises(AssertionError, match="fed by one that failed"):
         device_runner.launch(fed, None)
     assert device.log[-1] == "synchronized"

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import numpy as np
-import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.upload import pack, unpack, upload
+from tests.kernels.devices import needs_gpu
 
 ARRAYS = st.lists(
     st.tuples(st.sampled_from([np.int32, np.int64, np.float32]), st.integers(0, 5), st.integers(1, 4)), max_size=6
@@ -34,8 +34,7 @@ def test_on_a_cpu_nothing_is_copied() -> None:
     assert array[0] == 7
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@needs_gpu
 def test_a_gpu_gets_them_all() -> None:
     arrays = [np.arange(6, dtype=np.int32).reshape(2, 3), np.zeros(0, dtype=np.int64), np.arange(3, dtype=np.int64)]
     for array, tensor in zip(arrays, upload(arrays, torch.device("cuda", 0)), strict=True):

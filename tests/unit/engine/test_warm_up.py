@@ -17,6 +17,7 @@ from kernels.reference_operations import ReferenceOperations
 from shell.config import WorkerConfig
 from tandem.errors import ConfigError
 from tandem.kv_layout import DType, KvLayout
+from tests.decode_rows import seqs_of
 
 LAYOUT = KvLayout(1, 1, 4, 2, DType.FLOAT32)
 KERNELS = Kernels(ReferenceBackend(), ReferenceOperations())
@@ -25,14 +26,14 @@ GPU = torch.device("cuda", 0)
 
 def test_steps_are_as_large_as_they_become():
     _, steps = warm_up_steps(StepSizes(chunk_tokens=64, max_seqs=4, context_tokens=1000), block_size=16)
-    kinds = [(len(step.seqs), len(step.seqs[0].token_ids), step.seqs[0].context_len) for step in steps]
+    kinds = [(len(seqs_of(step)), len(seqs_of(step)[0].token_ids), seqs_of(step)[0].context_len) for step in steps]
     assert kinds[:3] == [(1, 64, 0), (4, 1, 80), (4, 16, 64)]
     between = [step for tokens in (16, 32, 64, 64) for step in ((1, tokens, 0), (4, 1, 80))]
     assert kinds[3:] == [*between, (5, 1, 80), (4, 1, 80), (4, 1, 80), (1, 1, 80)]
-    draws = [[sample.params.temperature for sample in step.seqs[0].samples] for step in steps]
+    draws = [[sample.params.temperature for sample in seqs_of(step)[0].samples] for step in steps]
     assert draws == [[], [0.0], [0.0], *[[], [0.0]] * 4, [0.0], [0.0], [1.0], [1.0]]
     assert sum(len(step.copies) for step in steps) == 1
-    assert sum(seq.scored is not None for step in steps for seq in step.seqs) == 5
+    assert sum(seq.scored is not None for step in steps for seq in seqs_of(step)) == 5
 
 
 @pytest.mark.parametrize("context_tokens", [40, 300, 514, 1026, 5000])
@@ -42,7 +43,7 @@ def test_steps_have_as_many_tokens_as_each_kind_of_product_that_serving_needs(ch
     tiles = pytest.importorskip("kernels.triton.quantized")._TILES
     largest = min(chunk_tokens + max_seqs - 1, max_seqs * (context_tokens - 1))
     _, steps = warm_up_steps(StepSizes(chunk_tokens, max_seqs, context_tokens), block_size=16)
-    totals = [sum(len(seq.token_ids) for seq in step.seqs) for step in steps]
+    totals = [sum(len(seq.token_ids) for seq in seqs_of(step)) for step in steps]
     for least, most in pairwise((0, *(tile.most_tokens for tile in tiles), 1 << 30)):
         if largest > least:
             assert any(least < total <= most for total in totals), (least, totals)
@@ -53,7 +54,7 @@ def test_steps_have_as_many_tokens_as_each_kind_of_product_that_serving_needs(ch
 @pytest.mark.parametrize(("chunk_tokens", "max_seqs"), [(1, 64), (16, 64), (2048, 1), (512, 64)])
 def test_no_step_goes_beyond_the_context_or_its_blocks(chunk_tokens, max_seqs, context_tokens, block_size):
     num_blocks, steps = warm_up_steps(StepSizes(chunk_tokens, max_seqs, context_tokens), block_size)
-    for seq in (seq for step in steps for seq in step.seqs):
+    for seq in (seq for step in steps for seq in seqs_of(step)):
         length = seq.context_len + len(seq.token_ids)
         assert length <= context_tokens
         assert length <= len(seq.block_table) * block_size

@@ -17,6 +17,7 @@ from tandem.errors import InternalError
 from tandem.kv_layout import QuantDType
 from tests.kernels.oracle import named
 from tests.kernels.tiers import TIERS
+from tests.paged_driver import PagedDriver, PagedSeq, load_tiny, random_prompt
 
 pytestmark = pytest.mark.native
 
@@ -57,58 +58,58 @@ def _load(folder, dtype, tier=None, form=None):
     return model, replace(model, decoder=replace(model.decoder, compiled=None))
 
 
-def _steps(tools, model, block_size, pool=None):
+def _steps(model, block_size, pool=None):
     """Logits of chunks, decode steps and both in one batch; over `pool`, if it is not to be the driver's own."""
-    driver = tools.driver(model, block_size, 16 + 400 // block_size)
+    driver = PagedDriver(model, block_size, 16 + 400 // block_size)
     if pool is not None:
         driver._kv_cache = pool
-    first, second, third = (tools.seq(tools.random_prompt(length)) for length in (70, 9, 150))
+    first, second, third = (PagedSeq(random_prompt(length)) for length in (70, 9, 150))
     yield driver.step([(first, 48)])
     yield driver.step([(first, 21), (second, 8)])
     yield driver.step([(first, 1), (second, 1), (third, 149)])
     yield driver.step([(third, 1)])
 
 
-def test_logits_are_those_of_the_operations_one_by_one(tools, tiny_folder, dtype):
+def test_logits_are_those_of_the_operations_one_by_one(tiny_folder, dtype):
     compiled, one_by_one = _load(tiny_folder, dtype)
     for block_size in (1, 16, 64):
-        pairs = zip(_steps(tools, compiled, block_size), _steps(tools, one_by_one, block_size), strict=True)
+        pairs = zip(_steps(compiled, block_size), _steps(one_by_one, block_size), strict=True)
         assert all(torch.equal(left, right) for left, right in pairs), block_size
 
 
 @pytest.mark.parametrize("tiny", TINY_MODELS, ids=lambda tiny: tiny.name)
-def test_each_tier_is_as_close_to_the_reference_as_its_dtype(tools, checkpoint, tiny):
+def test_each_tier_is_as_close_to_the_reference_as_its_dtype(checkpoint, tiny):
     """Lower ones with one model of each kind of layer: what the others ask of a kernel, its own tests do."""
     folder = checkpoint(tiny)
-    reference = list(_steps(tools, tools.load(folder, "float32"), 16))
+    reference = list(_steps(load_tiny(folder, "float32"), 16))
     for tier in TIERS if tiny in BESIDE else TIERS[-1:]:
-        for got, expected in zip(_steps(tools, _load(folder, "float32", tier)[0], 16), reference, strict=True):
+        for got, expected in zip(_steps(_load(folder, "float32", tier)[0], 16), reference, strict=True):
             torch.testing.assert_close(got, expected, atol=2e-4, rtol=1e-4, msg=named(tier))
 
 
 @pytest.mark.usefixtures("threads_as_before")
 @pytest.mark.parametrize("tiny", THREADED, ids=lambda tiny: tiny.name)
-def test_the_number_of_threads_changes_no_bit(tools, checkpoint, tiny, dtype):
+def test_the_number_of_threads_changes_no_bit(checkpoint, tiny, dtype):
     model, _ = _load(checkpoint(tiny), dtype)
     torch.set_num_threads(1)
-    alone = list(_steps(tools, model, 16))
+    alone = list(_steps(model, 16))
     for threads in (2, 3, STARVED):
         torch.set_num_threads(threads)
-        assert all(map(torch.equal, alone, _steps(tools, model, 16))), threads
+        assert all(map(torch.equal, alone, _steps(model, 16))), threads
 
 
-def _one_step(tools, model):
+def _one_step(model):
     """Arguments of a step of three tokens, over a pool that holds twenty."""
-    driver, seq = tools.driver(model, 16, 4), tools.seq(tools.random_prompt(23))
+    driver, seq = PagedDriver(model, 16, 4), PagedSeq(random_prompt(23))
     driver.step([(seq, 20)])
     metadata = driver._metadata([(seq, 3)], [range(20, 23)])
     return torch.tensor(seq.token_ids[20:]), torch.arange(20, 23), driver._kv_cache, metadata
 
 
-def test_only_the_rows_asked_for_come_back(tools, tiny_folder, dtype):
+def test_only_the_rows_asked_for_come_back(tiny_folder, dtype):
     model, one_by_one = _load(tiny_folder, dtype)
     for method in ("forward", "hidden"):
-        inputs = _one_step(tools, model)
+        inputs = _one_step(model)
         whole = getattr(model.decoder, method)(*inputs, torch.arange(3))
         stored = inputs[2].clone()
         for rows in ([], [1], [0, 2], [0, 1, 2]):
@@ -118,7 +119,7 @@ def test_only_the_rows_asked_for_come_back(tools, tiny_folder, dtype):
         assert torch.equal(getattr(one_by_one.decoder, method)(*inputs, torch.arange(3)), whole)
 
 
-def test_a_pool_of_another_dtype_is_left_to_the_operations(tools, tiny_folder):
+def test_a_pool_of_another_dtype_is_left_to_the_operations(tiny_folder):
     model, _ = _load(tiny_folder, "bfloat16")
     pool = torch.empty(1, *model.kv_layout(16).block_shape)
     assert model.decoder.compiled.serves(pool.to(torch.bfloat16))
@@ -128,18 +129,18 @@ def test_a_pool_of_another_dtype_is_left_to_the_operations(tools, tiny_folder):
 @pytest.mark.parametrize(
     ("what", "index", "value"), [("token_ids", 0, 320), ("token_ids", 0, -1), ("rows", 4, 3), ("rows", 4, -1)]
 )
-def test_what_is_out_of_range_is_refused_by_name(tools, checkpoint, what, index, value):
+def test_what_is_out_of_range_is_refused_by_name(checkpoint, what, index, value):
     model, _ = _load(checkpoint(TINY_MODELS[0]), "float32")
-    inputs = [*_one_step(tools, model), torch.arange(3)]
+    inputs = [*_one_step(model), torch.arange(3)]
     inputs[index][1] = value
     with pytest.raises(InternalError, match=what):
         model.decoder.forward(*inputs)
 
 
-def test_slots_tables_and_lengths_out_of_range_are_refused_by_name(tools, checkpoint):
+def test_slots_tables_and_lengths_out_of_range_are_refused_by_name(checkpoint):
     model, _ = _load(checkpoint(TINY_MODELS[0]), "float32")
     for name, where, value in [("slot_mapping", 0, 64), ("block_tables", (0, 1), 4), ("seq_lens", 0, 2)]:
-        inputs = [*_one_step(tools, model), torch.arange(3)]
+        inputs = [*_one_step(model), torch.arange(3)]
         getattr(inputs[3], name)[where] = value
         with pytest.raises(InternalError, match=name):
             model.decoder.forward(*inputs)
@@ -147,18 +148,18 @@ def test_slots_tables_and_lengths_out_of_range_are_refused_by_name(tools, checkp
 
 @pytest.mark.parametrize("tiny", BESIDE, ids=lambda tiny: tiny.name)
 @pytest.mark.parametrize("kv_dtype", list(QuantDType))
-def test_a_quantised_pool_gives_the_bits_of_the_operations_one_by_one(tools, checkpoint, tiny, dtype, kv_dtype):
+def test_a_quantised_pool_gives_the_bits_of_the_operations_one_by_one(checkpoint, tiny, dtype, kv_dtype):
     pools, logits = [], []
     for model in _load(checkpoint(tiny), dtype):
         with closing(KvCache.create(model.kv_layout(16, kv_dtype), 41, CPU)) as kv_cache:
             kv_cache.blocks_view.zero_()
-            logits.append(list(_steps(tools, model, 16, kv_cache.tensor)))
+            logits.append(list(_steps(model, 16, kv_cache.tensor)))
             pools.append(kv_cache.blocks_view.clone())
     assert all(map(torch.equal, *logits))
     assert torch.equal(*pools)
 
 
 @pytest.mark.parametrize("tiny", BESIDE, ids=lambda tiny: tiny.name)
-def test_quantised_weights_give_the_bits_of_the_operations_one_by_one(tools, checkpoint, tiny, dtype):
+def test_quantised_weights_give_the_bits_of_the_operations_one_by_one(checkpoint, tiny, dtype):
     pair = _load(checkpoint(tiny), dtype, form=QuantForm.INT8)
-    assert all(map(torch.equal, *(_steps(tools, model, 16) for model in pair)))
+    assert all(map(torch.equal, *(_steps(model, 16) for model in pair)))

@@ -8,13 +8,12 @@ import pytest
 import torch
 
 from bench.support.tiny_models import TINY_MODELS
-from kernels.operations import Kernels, PlainLinear, Routing
+from kernels.operations import PlainLinear, Routing
 from kernels.quantized import QuantForm
-from kernels.reference import ReferenceBackend
 from kernels.reference_operations import ReferenceOperations
 from models.experts import GroupedExperts, MixtureOfExperts, RoutedExperts, Router, SeparateExperts, grouped_experts
 from models.layers import GatedMlp
-from models.loading import load_model
+from tests.paged_driver import load_tiny, logits_of
 
 TINY = next(tiny for tiny in TINY_MODELS if tiny.name == "qwen3-moe")
 NUM_EXPERTS, HIDDEN, INTERMEDIATE = 5, 32, 24
@@ -84,14 +83,8 @@ def test_a_router_names_experts_in_ascending_order_with_their_own_shares():
 
 
 @pytest.mark.parametrize("form", QuantForm)
-def test_rounded_experts_write_nearly_what_plain_ones_do(tools, checkpoint, form):
-    folder, prompt = checkpoint(TINY), tools.random_prompt(40)
-    kernels = Kernels(ReferenceBackend(), ReferenceOperations())
-
-    def logits(form):
-        model = load_model(folder, "float32", torch.device("cpu"), kernels, form)
-        return tools.driver(model, 16, 8).step([(tools.seq(prompt), len(prompt))])
-
-    plain, rounded = logits(None), logits(form)
+def test_rounded_experts_write_nearly_what_plain_ones_do(checkpoint, form):
+    folder = checkpoint(TINY)
+    plain, rounded = (logits_of(load_tiny(folder, "float32", each)) for each in (None, form))
     error = (rounded - plain).pow(2).mean().sqrt() / plain.std()
     assert 0 < error < {"int8": 0.1, "fp8": 0.3, "int4": 0.8}[form]

@@ -27,6 +27,13 @@ from models.rope_config import Llama3Scaling
 from tandem.errors import CheckpointError, ConfigError
 from tandem.kv_layout import DType
 from tests.gguf_files import BF16, F16, F32, Q4_0, Q4_K, Q6_K, Q8_0, container, gguf_name, metadata_of, write_gguf
+from tests.paged_driver import (
+    load_tiny,
+    load_transformers,
+    logits_of,
+    random_prompt,
+    transformers_logits,
+)
 
 GOLDEN = Path(__file__).parents[2] / "golden" / "gguf_blocks.json"
 WIDE = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4, "num_key_value_heads": 2}
@@ -44,10 +51,6 @@ GEMMA3 = TinyModel(
 @pytest.fixture
 def written(checkpoint, tmp_path):
     return lambda tiny, *kinds, **metadata: write_gguf(checkpoint(tiny), tmp_path, kinds, **metadata)
-
-
-def logits(tools, model):
-    return tools.driver(model, 16, 3).step([(tools.seq(tools.random_prompt(40)), 40)])
 
 
 @pytest.mark.parametrize("kind", BLOCKS, ids=lambda kind: BLOCKS[kind].name)
@@ -72,11 +75,10 @@ def test_blocks_mean_what_the_package_gguf_says(kind):
     ],
     ids=str,
 )
-def test_a_gguf_file_computes_what_transformers_does_with_the_weights_that_it_means(tools, written, tiny, kinds):
+def test_a_gguf_file_computes_what_transformers_does_with_the_weights_that_it_means(written, tiny, kinds):
     file, meant = written(tiny, *kinds)
-    ours = logits(tools, tools.load(file, "float32"))
-    with torch.no_grad():
-        theirs = tools.load_transformers(meant)(torch.tensor([tools.random_prompt(40)])).logits[0]
+    ours = logits_of(load_tiny(file, "float32"))
+    theirs = transformers_logits(load_transformers(meant), random_prompt(40))
     assert theirs.std() > 0.5
     torch.testing.assert_close(ours, theirs, atol=2e-3, rtol=1e-3)
     assert torch.equal(ours.argmax(1), theirs.argmax(1))
@@ -149,14 +151,14 @@ def test_what_is_not_understood_is_refused_by_key(written, metadata, named):
 
 
 @pytest.mark.parametrize("kept", [3, 40, 2000, -1])
-def test_a_file_that_ends_early_is_refused_by_name(tools, written, kept):
+def test_a_file_that_ends_early_is_refused_by_name(written, kept):
     file, _ = written(LLAMA, Q8_0)
     file.write_bytes(file.read_bytes()[:kept])
     with pytest.raises(CheckpointError, match=r"tiny\.gguf"):
-        tools.load(file)
+        load_tiny(file)
 
 
-def test_tensors_are_exactly_those_of_the_model(tools, checkpoint, tmp_path):
+def test_tensors_are_exactly_those_of_the_model(checkpoint, tmp_path):
     config = json.loads((checkpoint(LLAMA) / "config.json").read_text())
     plain = load_file(checkpoint(LLAMA) / "model.safetensors")
     tensors = {gguf_name(name): (tuple(each.shape), F32, each.numpy().tobytes()) for name, each in plain.items()}
@@ -164,7 +166,7 @@ def test_tensors_are_exactly_those_of_the_model(tools, checkpoint, tmp_path):
     def load(changed):
         file = tmp_path / "changed.gguf"
         file.write_bytes(container(metadata_of(config), changed))
-        return tools.load(file)
+        return load_tiny(file)
 
     load(tensors)
     name = "blk.1.ffn_up.weight"

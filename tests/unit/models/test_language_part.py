@@ -16,6 +16,7 @@ from models.files.checkpoint import read_checkpoint
 from models.files.language_part import CONTAINERS
 from models.preflight import read_servable
 from tandem.errors import CheckpointError
+from tests.paged_driver import PagedDriver, edited, load_tiny, random_prompt, reference_tokens
 
 KINDS = {tiny.family: tiny for tiny in TINY_LANGUAGE_PARTS}
 
@@ -30,12 +31,12 @@ def folder(request, checkpoint):
     return checkpoint(KINDS[request.param])
 
 
-def test_tokens_of_the_language_part_are_those_of_transformers(tools, folder):
+def test_tokens_of_the_language_part_are_those_of_transformers(folder):
     reference = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32, local_files_only=True).eval()
-    prompts = [tools.random_prompt(length) for length in (1, 17, 129)]
-    expected = [tools.reference_tokens(reference, prompt, 12) for prompt in prompts]
+    prompts = [random_prompt(length) for length in (1, 17, 129)]
+    expected = [reference_tokens(reference, prompt, 12) for prompt in prompts]
     assert len({token for tokens in expected for token in tokens}) > 3  # spread enough to tell tokens apart
-    driver = tools.driver(tools.load(folder, "float32"), 16, 100)
+    driver = PagedDriver(load_tiny(folder, "float32"), 16, 100)
     with torch.inference_mode():
         assert driver.generate(prompts, 12, 64) == expected
     assert read_servable(str(folder)).implementation == "native"
@@ -61,35 +62,26 @@ def renamed(folder, tmp_path, names):
     return copy
 
 
-def greedy(tools, folder):
+def greedy(folder):
     with torch.inference_mode():
-        return tools.driver(tools.load(folder, "float32"), 16, 100).generate([tools.random_prompt(33)], 12, 64)
+        return PagedDriver(load_tiny(folder, "float32"), 16, 100).generate([random_prompt(33)], 12, 64)
 
 
-def test_tensors_may_have_either_names(tools, folder, tmp_path):
+def test_tensors_may_have_either_names(folder, tmp_path):
     names = set(load_file(folder / "model.safetensors"))
     is_old = any(name.startswith("language_model.") for name in names)
     turned = OTHER_NAMES if is_old else {new: old for old, new in OTHER_NAMES.items()}
-    assert greedy(tools, renamed(folder, tmp_path, turned)) == greedy(tools, folder)
-
-
-def edited(folder, tmp_path, edit):
-    copy = shutil.copytree(folder, tmp_path / "edited")
-    path = copy / "config.json"
-    config = json.loads(path.read_text())
-    edit(config)
-    path.write_text(json.dumps(config))
-    return copy
+    assert greedy(renamed(folder, tmp_path, turned)) == greedy(folder)
 
 
 @pytest.mark.parametrize("folder", ["qwen2_5_vl"], indirect=True)
-def test_a_config_without_a_section_for_text_is_read_whole(tools, folder, tmp_path):
+def test_a_config_without_a_section_for_text_is_read_whole(folder, tmp_path):
     def flatten(config):
         text = config.pop("text_config")
         config |= {key: text[key] for key in text if key not in {"model_type", "architectures", "rope_parameters"}}
         config |= {"rope_theta": 10000.0, "rope_scaling": {"type": "mrope", "mrope_section": [2, 3, 3]}}
 
-    assert greedy(tools, edited(folder, tmp_path, flatten)) == greedy(tools, folder)
+    assert greedy(edited(folder, tmp_path, flatten)) == greedy(folder)
 
 
 @pytest.mark.parametrize("folder", ["llava"], indirect=True)
@@ -101,7 +93,7 @@ def test_a_config_without_a_section_for_text_is_read_whole(tools, folder, tmp_pa
         ("architectures", ["LlavaForRanking"], "architectures: LlavaForConditionalGeneration is the only one"),
     ],
 )
-def test_what_is_not_served_is_refused_by_key(tools, folder, tmp_path, key, value, words):
+def test_what_is_not_served_is_refused_by_key(folder, tmp_path, key, value, words):
     def edit(config):
         *sections, last = key.split(".")
         for section in sections:
@@ -110,26 +102,26 @@ def test_what_is_not_served_is_refused_by_key(tools, folder, tmp_path, key, valu
 
     copy = edited(folder, tmp_path, edit)
     with pytest.raises(CheckpointError, match=words):
-        tools.load(copy, "float32")
+        load_tiny(copy, "float32")
 
 
 @pytest.mark.parametrize("folder", ["llava"], indirect=True)
 @pytest.mark.parametrize("family", ["ministral3", "cohere"])
-def test_only_native_families_are_served_as_a_language_part(tools, folder, tmp_path, family):
+def test_only_native_families_are_served_as_a_language_part(folder, tmp_path, family):
     copy = edited(folder, tmp_path, lambda config: config["text_config"].update(model_type=family))
     with pytest.raises(CheckpointError, match=rf"text_config\.model_type: '{family}' is not served as the"):
         read_servable(str(copy))
     with pytest.raises(CheckpointError, match="model_type"):
-        tools.load(copy, "float32")
+        load_tiny(copy, "float32")
 
 
 @pytest.mark.parametrize("folder", ["gemma3"], indirect=True)
-def test_a_tensor_of_neither_part_is_refused(tools, folder, tmp_path):
+def test_a_tensor_of_neither_part_is_refused(folder, tmp_path):
     copy = renamed(folder, tmp_path, {})
     tensors = load_file(copy / "model.safetensors")
     save_file(tensors | {"audio_tower.weight": torch.ones(2)}, copy / "model.safetensors", {"format": "pt"})
     with pytest.raises(CheckpointError, match=r"audio_tower\.weight"):
-        tools.load(copy, "float32")
+        load_tiny(copy, "float32")
 
 
 def test_gemma_3_says_little_of_its_language_part(tmp_path):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, Mxfp4Config
 
 from bench.support.tiny_models import TINY_MODELS
@@ -15,6 +14,14 @@ from kernels.reference import ReferenceBackend
 from kernels.reference_operations import ReferenceOperations
 from models.loading import load_model
 from tandem.errors import CheckpointError
+from tests.paged_driver import (
+    change_tensors,
+    load_tiny,
+    load_transformers,
+    logits_of,
+    random_prompt,
+    transformers_logits,
+)
 from tests.quantized_checkpoints import write_mxfp4
 
 TINY = next(tiny for tiny in TINY_MODELS if tiny.name == "gpt-oss")
@@ -38,37 +45,24 @@ def written(checkpoint, tmp_path):
     return write_mxfp4(checkpoint(TINY), tmp_path)
 
 
-def change(folder, edit):
-    tensors = load_file(folder / "model.safetensors")
-    edit(tensors)
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-
-
-@torch.no_grad()
-def theirs(model, token_ids):
-    return model(torch.tensor([token_ids])).logits[0]
-
-
 @pytest.mark.parametrize("kernels", ["reference", pytest.param("cpu", marks=pytest.mark.native)])
-def test_logits_are_those_of_transformers_with_the_weights_that_it_means(tools, written, kernels):
+def test_logits_are_those_of_transformers_with_the_weights_that_it_means(written, kernels):
     quantized, meant = written
-    prompt = tools.random_prompt(60)
     model = load_model(quantized, "float32", CPU, select_kernels(kernels, CPU, torch.float32))
     assert (model.decoder.compiled is not None) == (kernels == "cpu")
-    ours = tools.driver(model, 16, 4).step([(tools.seq(prompt), 60)])
-    expected = theirs(tools.load_transformers(meant), prompt)
+    expected = transformers_logits(load_transformers(meant), random_prompt(60))
     assert expected.std() > 1
-    torch.testing.assert_close(ours, expected, atol=2e-4, rtol=1e-4)
+    torch.testing.assert_close(logits_of(model, 60), expected, atol=2e-4, rtol=1e-4)
 
 
-def test_transformers_reads_the_same_weights_from_the_same_file(tools, written):
+def test_transformers_reads_the_same_weights_from_the_same_file(written):
     quantized, meant = written
-    prompt = tools.random_prompt(20)
+    prompt = random_prompt(20)
     read = AutoModelForCausalLM.from_pretrained(
         quantized, dtype=torch.float32, local_files_only=True, quantization_config=Mxfp4Config(dequantize=True)
     )
-    expected = theirs(tools.load_transformers(meant), prompt)
-    torch.testing.assert_close(theirs(read, prompt), expected, atol=1e-4, rtol=1e-4)
+    expected = transformers_logits(load_transformers(meant), prompt)
+    torch.testing.assert_close(transformers_logits(read, prompt), expected, atol=1e-4, rtol=1e-4)
 
 
 def test_experts_stay_quantised_and_nothing_else_is(written):
@@ -80,15 +74,15 @@ def test_experts_stay_quantised_and_nothing_else_is(written):
 
 
 @pytest.mark.parametrize("part", ["gate_up_proj_blocks", "down_proj_scales"])
-def test_a_misshapen_part_is_refused_by_name(tools, written, part):
+def test_a_misshapen_part_is_refused_by_name(written, part):
     quantized, name = written[0], f"{EXPERTS}.{part}"
-    change(quantized, lambda tensors: tensors.update({name: tensors[name][:2].contiguous()}))
+    change_tensors(quantized, lambda tensors: tensors.update({name: tensors[name][:2].contiguous()}))
     module, _, kind = name.rpartition("_")
     with pytest.raises(CheckpointError, match=rf"^{module}.{kind}: .* has shape"):
-        tools.load(quantized)
+        load_tiny(quantized)
 
 
-def test_a_scale_that_is_no_number_is_refused(tools, written):
-    change(written[0], lambda tensors: tensors[f"{EXPERTS}.down_proj_scales"].view(-1)[3:4].fill_(255))
+def test_a_scale_that_is_no_number_is_refused(written):
+    change_tensors(written[0], lambda tensors: tensors[f"{EXPERTS}.down_proj_scales"].view(-1)[3:4].fill_(255))
     with pytest.raises(CheckpointError, match=f"^{EXPERTS}.down_proj: scales: 255"):
-        tools.load(written[0])
+        load_tiny(written[0])

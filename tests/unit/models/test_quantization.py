@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import json
-
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
 from bench.support.tiny_models import TinyModel
 from kernels.dispatch import available_backends, select_kernels
@@ -16,6 +14,15 @@ from kernels.reference import ReferenceBackend
 from kernels.reference_operations import ReferenceOperations
 from models.loading import load_model
 from tandem.errors import CheckpointError, ConfigError
+from tests.paged_driver import (
+    change_json,
+    change_tensors,
+    load_tiny,
+    load_transformers,
+    logits_of,
+    random_prompt,
+    transformers_logits,
+)
 from tests.quantized_checkpoints import FORMS, awq, gptq, packed, write
 
 TINY = TinyModel("llama", "llama")
@@ -43,23 +50,6 @@ def written(checkpoint, tmp_path):
     return lambda form: write(form, checkpoint(TINY), tmp_path)
 
 
-def change(folder, edit):
-    tensors = load_file(folder / "model.safetensors")
-    edit(tensors)
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-
-
-def change_config(folder, **changes):
-    path = folder / "config.json"
-    config = json.loads(path.read_text())
-    config["quantization_config"] |= changes
-    path.write_text(json.dumps(config))
-
-
-def logits(tools, model):
-    return tools.driver(model, 16, 3).step([(tools.seq(tools.random_prompt(40)), 40)])
-
-
 def kernels_of(name):
     device, dtype = torch.device("cpu"), torch.float32
     if not next(status for status in available_backends(device, dtype) if status.name == name).usable:
@@ -69,13 +59,10 @@ def kernels_of(name):
 
 @pytest.mark.parametrize("kernels", ["reference", "cpu"])
 @pytest.mark.parametrize("form", FORMS, ids=lambda form: form.name)
-def test_a_quantised_checkpoint_computes_what_transformers_does_with_the_weights_that_it_means(
-    tools, written, form, kernels
-):
+def test_a_quantised_checkpoint_computes_what_transformers_does_with_the_weights_that_it_means(written, form, kernels):
     quantized, meant = written(form)
-    ours = logits(tools, load_model(quantized, "float32", torch.device("cpu"), kernels_of(kernels)))
-    with torch.no_grad():
-        theirs = tools.load_transformers(meant)(torch.tensor([tools.random_prompt(40)])).logits[0]
+    ours = logits_of(load_model(quantized, "float32", torch.device("cpu"), kernels_of(kernels)))
+    theirs = transformers_logits(load_transformers(meant), random_prompt(40))
     assert theirs.std() > 1
     torch.testing.assert_close(ours, theirs, atol=1e-3, rtol=1e-3)
     assert torch.equal(ours.argmax(1), theirs.argmax(1))
@@ -88,7 +75,7 @@ def held_form(name):
 
 
 @pytest.mark.parametrize("form", FORMS, ids=lambda form: form.name)
-def test_weights_reach_the_kernels_in_the_form_that_they_have(tools, written, form):
+def test_weights_reach_the_kernels_in_the_form_that_they_have(written, form):
     operations = KeepingOperations()
     quantized, _ = written(form)
     load_model(quantized, "float32", torch.device("cpu"), Kernels(ReferenceBackend(), operations))
@@ -101,7 +88,7 @@ def test_weights_reach_the_kernels_in_the_form_that_they_have(tools, written, fo
     assert {weight.form for weight in maps} == {held_form(form.name)}
 
 
-def test_a_module_that_was_left_as_it_is_may_be_any(tools, written):
+def test_a_module_that_was_left_as_it_is_may_be_any(written):
     quantized, meant = written(gptq(4))
     plain = load_file(meant / "model.safetensors")[f"{DOWN}.weight"]
 
@@ -110,9 +97,9 @@ def test_a_module_that_was_left_as_it_is_may_be_any(tools, written):
             tensors.pop(f"{DOWN}.{part}")
         tensors[f"{DOWN}.weight"] = plain
 
-    before = logits(tools, tools.load(quantized, "float32"))
-    change(quantized, restore)
-    torch.testing.assert_close(logits(tools, tools.load(quantized, "float32")), before, atol=1e-3, rtol=1e-3)
+    before = logits_of(load_tiny(quantized, "float32"))
+    change_tensors(quantized, restore)
+    torch.testing.assert_close(logits_of(load_tiny(quantized, "float32")), before, atol=1e-3, rtol=1e-3)
 
 
 @pytest.mark.parametrize(
@@ -126,43 +113,43 @@ def test_a_module_that_was_left_as_it_is_may_be_any(tools, written):
     ],
     ids=lambda value: getattr(value, "name", value),
 )
-def test_a_missing_or_misshapen_part_is_refused_by_name(tools, written, form, part):
+def test_a_missing_or_misshapen_part_is_refused_by_name(written, form, part):
     quantized, _ = written(form)
     name = f"{DOWN}.{part}"
     intact = load_file(quantized / "model.safetensors")[name]
-    change(quantized, lambda tensors: tensors.update({name: torch.cat((intact, intact)).contiguous()}))
+    change_tensors(quantized, lambda tensors: tensors.update({name: torch.cat((intact, intact)).contiguous()}))
     with pytest.raises(CheckpointError, match=rf"^{name}: .* has shape"):
-        tools.load(quantized)
-    change(quantized, lambda tensors: tensors.pop(name))
+        load_tiny(quantized)
+    change_tensors(quantized, lambda tensors: tensors.pop(name))
     with pytest.raises(CheckpointError, match=rf"^{name}: tensor is missing|^{DOWN}\.\w+: tensor"):
-        tools.load(quantized)
+        load_tiny(quantized)
 
 
-def test_an_extra_part_is_refused_by_name(tools, written):
+def test_an_extra_part_is_refused_by_name(written):
     quantized, _ = written(SCALED)
-    change(quantized, lambda tensors: tensors.update({f"{DOWN}.qzeros": torch.zeros(1, dtype=torch.int32)}))
+    change_tensors(quantized, lambda tensors: tensors.update({f"{DOWN}.qzeros": torch.zeros(1, dtype=torch.int32)}))
     with pytest.raises(CheckpointError, match=rf"^{DOWN}\.qzeros: .* does not belong"):
-        tools.load(quantized)
+        load_tiny(quantized)
 
 
-def test_a_bias_that_the_model_has_not_may_be_there_only_if_it_is_zero(tools, written):
+def test_a_bias_that_the_model_has_not_may_be_there_only_if_it_is_zero(written):
     quantized, _ = written(gptq(4, zero_bias=True))
-    change(quantized, lambda tensors: tensors[f"{DOWN}.bias"][3].fill_(1.0))
+    change_tensors(quantized, lambda tensors: tensors[f"{DOWN}.bias"][3].fill_(1.0))
     with pytest.raises(CheckpointError, match=rf"^{DOWN}\.bias: .* not zero"):
-        tools.load(quantized)
+        load_tiny(quantized)
 
 
-def test_groups_beyond_the_scales_are_refused_by_name(tools, written):
+def test_groups_beyond_the_scales_are_refused_by_name(written):
     quantized, _ = written(gptq(4))
-    change(quantized, lambda tensors: tensors[f"{DOWN}.g_idx"][3].fill_(9))
+    change_tensors(quantized, lambda tensors: tensors[f"{DOWN}.g_idx"][3].fill_(9))
     with pytest.raises(CheckpointError, match=rf"^{DOWN}: g_idx names groups beyond the 3"):
-        tools.load(quantized)
+        load_tiny(quantized)
 
 
-def test_scales_of_kv_are_not_used(tools, written):
+def test_scales_of_kv_are_not_used(written):
     quantized, _ = written(SCALED)
-    change(quantized, lambda tensors: tensors.update({"model.layers.0.self_attn.k_scale": torch.ones(1)}))
-    tools.load(quantized)
+    change_tensors(quantized, lambda tensors: tensors.update({"model.layers.0.self_attn.k_scale": torch.ones(1)}))
+    load_tiny(quantized)
 
 
 @pytest.mark.parametrize(
@@ -182,35 +169,32 @@ def test_scales_of_kv_are_not_used(tools, written):
     ],
     ids=lambda value: str(value)[:40],
 )
-def test_what_is_not_read_is_refused_by_key(tools, written, form, changes, named):
+def test_what_is_not_read_is_refused_by_key(written, form, changes, named):
     quantized, _ = written(form)
-    change_config(quantized, **changes)
+    change_json(quantized / "config.json", lambda config: config["quantization_config"].update(changes))
     with pytest.raises(CheckpointError, match=rf"config\.json: quantization_config\.{named}"):
-        tools.load(quantized)
+        load_tiny(quantized)
 
 
 @pytest.mark.parametrize("form", list(QuantForm))
-def test_a_plain_checkpoint_is_rounded_at_load_its_output_projection_too(tools, checkpoint, form):
+def test_a_plain_checkpoint_is_rounded_at_load_its_output_projection_too(checkpoint, form):
     operations = KeepingOperations()
     model = load_model(checkpoint(TINY), "float32", torch.device("cpu"), Kernels(ReferenceBackend(), operations), form)
-    plain = tools.load(checkpoint(TINY), "float32")
+    plain = load_tiny(checkpoint(TINY), "float32")
     assert [weight.form for weight in operations.taken] == [form] * 9
     assert torch.equal(model.decoder.embedding.table, plain.decoder.embedding.table)
     assert model.fingerprint != plain.fingerprint
 
 
 def test_forms_have_fingerprints_of_their_own(checkpoint):
-    kernels = Kernels(ReferenceBackend(), ReferenceOperations())
-    folder = checkpoint(TINY)
-    seen = {load_model(folder, None, torch.device("cpu"), kernels, form).fingerprint for form in (None, *QuantForm)}
+    seen = {load_tiny(checkpoint(TINY), None, form).fingerprint for form in (None, *QuantForm)}
     assert len(seen) == 4
 
 
 def test_a_quantised_checkpoint_is_not_rounded_again(written):
     quantized, _ = written(awq())
-    kernels = Kernels(ReferenceBackend(), ReferenceOperations())
     with pytest.raises(ConfigError, match=r"--quantize.*already \(awq\)"):
-        load_model(quantized, None, torch.device("cpu"), kernels, QuantForm.INT8)
+        load_tiny(quantized, None, QuantForm.INT8)
 
 
 def test_a_tied_model_keeps_its_embedding_and_rounds_the_projection(checkpoint):

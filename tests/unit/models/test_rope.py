@@ -11,14 +11,12 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from transformers.models.phi3.modeling_phi3 import Phi3RotaryEmbedding
 
 from bench.support.tiny_models import TinyModel
-from kernels.operations import Kernels
-from kernels.reference import ReferenceBackend
-from kernels.reference_operations import ReferenceOperations
 from models.config import load_model_config
 from models.files.checkpoint import read_checkpoint
 from models.loading import load_model
 from models.rope import RotaryEmbedding
 from tandem.errors import CheckpointError
+from tests.paged_driver import REFERENCE, PagedDriver, load_tiny, load_transformers, random_prompt, reference_tokens
 
 CPU = torch.device("cpu")
 CONTEXT = 128
@@ -121,15 +119,15 @@ def test_dynamic_frequencies_depend_on_the_position_alone(write_config):
 
 
 @pytest.mark.parametrize("name", ["dynamic", "llama3", "yarn-mscale", "yarn-attention-factor"])
-def test_generation_with_scaling_equals_transformers(tools, checkpoint, name):
+def test_generation_with_scaling_equals_transformers(checkpoint, name):
     """The angles of every scaling are compared above."""
     rope = {"rope_theta": 10_000.0, **SCALINGS[name]}
     overrides = {"max_position_embeddings": CONTEXT, "rope_parameters": rope}
     folder = checkpoint(TinyModel(f"llama-{name}", "llama", overrides))
-    prompts = [tools.random_prompt(length) for length in (1, 31, 33, 100)]
-    reference = tools.load_transformers(folder)
-    driver = tools.driver(tools.load(folder), 16, 64)
-    assert driver.generate(prompts, 24, 64) == [tools.reference_tokens(reference, prompt, 24) for prompt in prompts]
+    prompts = [random_prompt(length) for length in (1, 31, 33, 100)]
+    reference = load_transformers(folder)
+    driver = PagedDriver(load_tiny(folder), 16, 64)
+    assert driver.generate(prompts, 24, 64) == [reference_tokens(reference, prompt, 24) for prompt in prompts]
 
 
 @pytest.mark.parametrize("keys", [{}, {"attention_factor": 1.3}, {"factor": 9.0}, {"type": "yarn"}], ids=str)
@@ -156,30 +154,27 @@ def test_factors_of_longrope_are_those_that_transformers_takes_for_a_text_of_all
     assert read_checkpoint(str(folder)).context_tokens == context
 
 
-def test_longrope_of_a_short_context_generates_as_transformers_does_and_keeps_apart_from_that_of_a_long_one(
-    tools, checkpoint
-):
+def test_longrope_of_a_short_context_generates_as_transformers_does_and_keeps_apart_from_that_of_a_long_one(checkpoint):
     factors = {"short_factor": [1.0 + i / 10 for i in range(8)], "long_factor": [1.0 + i for i in range(8)]}
     rope = {"rope_type": "longrope", "rope_theta": 10_000.0, **factors}
     folder = checkpoint(TinyModel("phi3-64", "phi3", {"original_max_position_embeddings": 64, "rope_parameters": rope}))
-    kernels = Kernels(ReferenceBackend(), ReferenceOperations())
-    served = {tokens: load_model(folder, None, CPU, kernels, context_tokens=tokens) for tokens in (None, 64, 63)}
-    prompts = [tools.random_prompt(length) for length in (1, 17, 40)]
-    reference = tools.load_transformers(folder)
-    expected = [tools.reference_tokens(reference, prompt, 24) for prompt in prompts]
-    assert tools.driver(served[64], 16, 64).generate(prompts, 24, 64) == expected
-    assert tools.driver(served[None], 16, 64).generate(prompts, 24, 64) != expected
+    served = {tokens: load_model(folder, None, CPU, REFERENCE, context_tokens=tokens) for tokens in (None, 64, 63)}
+    prompts = [random_prompt(length) for length in (1, 17, 40)]
+    reference = load_transformers(folder)
+    expected = [reference_tokens(reference, prompt, 24) for prompt in prompts]
+    assert PagedDriver(served[64], 16, 64).generate(prompts, 24, 64) == expected
+    assert PagedDriver(served[None], 16, 64).generate(prompts, 24, 64) != expected
     assert served[64].fingerprint == served[63].fingerprint != served[None].fingerprint
 
 
-def test_dynamic_scaling_generates_as_transformers_does_across_the_end_of_the_context(tools, checkpoint):
+def test_dynamic_scaling_generates_as_transformers_does_across_the_end_of_the_context(checkpoint):
     overrides = {"max_position_embeddings": 64, "rope_parameters": {**SCALINGS["dynamic"], "rope_theta": 10_000.0}}
     folder = checkpoint(TinyModel("llama-dynamic-64", "llama", overrides))
-    driver = tools.driver(tools.load(folder), 16, 64)
+    driver = PagedDriver(load_tiny(folder), 16, 64)
     for length in (40, 64):
-        prompt = tools.random_prompt(length)
-        reference = tools.load_transformers(folder)  # afresh: it keeps the frequencies of longer seqs
-        assert driver.generate([prompt], 48, 32) == [tools.reference_tokens(reference, prompt, 48)]
+        prompt = random_prompt(length)
+        reference = load_transformers(folder)  # afresh: it keeps the frequencies of longer seqs
+        assert driver.generate([prompt], 48, 32) == [reference_tokens(reference, prompt, 48)]
 
 
 @pytest.mark.parametrize(

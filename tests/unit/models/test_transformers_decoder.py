@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 
 import pytest
@@ -18,6 +17,7 @@ from models import transformers_loading
 from models.loading import load_model
 from models.preflight import read_servable
 from tandem.errors import CheckpointError, ConfigError
+from tests.paged_driver import PagedDriver, PagedSeq, edited, load_transformers, random_prompt, reference_tokens
 
 CPU = torch.device("cpu")
 BY_NAME = {tiny.name: tiny for tiny in TINY_TRANSFORMERS}
@@ -32,60 +32,60 @@ def load_as(folder, implementation, dtype="float32", form=None):
     return load_model(folder, dtype, CPU, kernels, form, implementation)
 
 
-def generated(tools, model, prompts, block_size, chunk_tokens, max_tokens=12):
+def generated(model, prompts, block_size, chunk_tokens, max_tokens=12):
     with torch.inference_mode():
-        return tools.driver(model, block_size, 800).generate(prompts, max_tokens, chunk_tokens)
+        return PagedDriver(model, block_size, 800).generate(prompts, max_tokens, chunk_tokens)
 
 
 @pytest.mark.parametrize("tiny", TINY_TRANSFORMERS, ids=lambda tiny: tiny.name)
-def test_greedy_tokens_are_those_of_transformers(tools, checkpoint, tiny):
+def test_greedy_tokens_are_those_of_transformers(checkpoint, tiny):
     folder = checkpoint(tiny)
-    reference = tools.load_transformers(folder)
-    prompts = [tools.random_prompt(length) for length in (1, 17, 129)]
-    expected = [tools.reference_tokens(reference, prompt, 12) for prompt in prompts]
-    assert generated(tools, load(folder), prompts, 16, 64) == expected
+    reference = load_transformers(folder)
+    prompts = [random_prompt(length) for length in (1, 17, 129)]
+    expected = [reference_tokens(reference, prompt, 12) for prompt in prompts]
+    assert generated(load(folder), prompts, 16, 64) == expected
 
 
 @pytest.mark.parametrize("name", ["gemma3_text", "qwen3_moe"])
 @pytest.mark.parametrize(("block_size", "chunk_tokens"), [(1, 64), (64, 512)])
-def test_blocks_and_chunks_change_no_token(tools, checkpoint, name, block_size, chunk_tokens):
+def test_blocks_and_chunks_change_no_token(checkpoint, name, block_size, chunk_tokens):
     model = load(checkpoint(BY_NAME[name]))
-    prompts = [tools.random_prompt(length) for length in (15, 64, 130)]
-    assert generated(tools, model, prompts, block_size, chunk_tokens) == generated(tools, model, prompts, 16, 33)
+    prompts = [random_prompt(length) for length in (15, 64, 130)]
+    assert generated(model, prompts, block_size, chunk_tokens) == generated(model, prompts, 16, 33)
 
 
 @pytest.mark.parametrize("name", ["gemma2", "mixtral"])
-def test_weights_are_copies_that_outlive_the_file(tools, checkpoint, tmp_path, name):
+def test_weights_are_copies_that_outlive_the_file(checkpoint, tmp_path, name):
     folder = shutil.copytree(checkpoint(BY_NAME[name]), tmp_path / name)
-    model, prompts = load(folder), [tools.random_prompt(20)]
-    before = generated(tools, model, prompts, 16, 64)
+    model, prompts = load(folder), [random_prompt(20)]
+    before = generated(model, prompts, 16, 64)
     with (folder / "model.safetensors").open("r+b") as file:
         size = file.seek(0, 2)
         file.seek(size // 4)
         file.write(b"\0" * (size - size // 4))
-    assert generated(tools, model, prompts, 16, 64) == before
+    assert generated(model, prompts, 16, 64) == before
 
 
 @pytest.mark.parametrize("name", ["gemma2", "mixtral"])
-def test_a_token_has_the_same_bits_alone_and_beside_others(tools, checkpoint, name):
+def test_a_token_has_the_same_bits_alone_and_beside_others(checkpoint, name):
     model = load(checkpoint(BY_NAME[name]), "bfloat16")
-    prompt, others = tools.random_prompt(40), [tools.random_prompt(n) for n in (3, 60, 17)]
+    prompt, others = random_prompt(40), [random_prompt(n) for n in (3, 60, 17)]
 
     def logits(beside):
-        driver = tools.driver(model, 16, 40)
-        work = [(tools.seq(list(each)), len(each)) for each in (prompt, *beside)]
+        driver = PagedDriver(model, 16, 40)
+        work = [(PagedSeq(list(each)), len(each)) for each in (prompt, *beside)]
         with torch.inference_mode():
             return driver.step(work)[: len(prompt)]
 
     assert torch.equal(logits([]), logits(others))
 
 
-def test_linear_maps_may_be_quantised(tools, checkpoint):
+def test_linear_maps_may_be_quantised(checkpoint):
     folder = checkpoint(BY_NAME["qwen3_moe"])
     plain, rounded = (load(folder, form=form) for form in (None, QuantForm.INT8))
-    prompts = [tools.random_prompt(20)]
-    assert generated(tools, plain, prompts, 16, 64)
-    assert generated(tools, rounded, prompts, 16, 64)
+    prompts = [random_prompt(20)]
+    assert generated(plain, prompts, 16, 64)
+    assert generated(rounded, prompts, 16, 64)
     assert plain.fingerprint != rounded.fingerprint
 
 
@@ -103,19 +103,12 @@ def test_what_chooses_experts_is_not_quantised(checkpoint, monkeypatch, name):
     assert experts.isdisjoint(rounded)
 
 
-def test_auto_takes_native_where_there_is_one(tools, checkpoint):
+def test_auto_takes_native_where_there_is_one(checkpoint):
     kernels = select_kernels("auto", CPU, torch.float32)
     llama, gemma = (checkpoint(BY_NAME[name]) for name in ("llama", "gemma"))
     native, foreign = (load_model(folder, "float32", CPU, kernels) for folder in (llama, gemma))
     assert native.fingerprint != load(llama).fingerprint  # their KV differs in the last bits: no pair
     assert foreign.fingerprint == load(gemma).fingerprint
-
-
-def edited(folder, tmp_path, **keys):
-    copy = shutil.copytree(folder, tmp_path / "edited")
-    path = copy / "config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | keys))
-    return copy
 
 
 @pytest.mark.parametrize(
@@ -147,17 +140,17 @@ HUNYUAN_ROPE = {
 """As the family is published."""
 
 
-def test_a_dynamic_rope_of_a_fixed_alpha_is_served_as_published(tools, checkpoint, tmp_path):
+def test_a_dynamic_rope_of_a_fixed_alpha_is_served_as_published(checkpoint, tmp_path):
     keys = {"rope_parameters": None, "rope_theta": 10000.0, "max_position_embeddings": 64}
     saved = checkpoint(BY_NAME["hunyuan_v1_dense"])
     folder = edited(saved, tmp_path, rope_scaling=HUNYUAN_ROPE, **keys)
-    prompts = [tools.random_prompt(length) for length in (1, 40, 100)]  # the last is beyond the context
-    reference = tools.load_transformers(folder)
-    expected = [tools.reference_tokens(reference, prompt, 12) for prompt in prompts]
+    prompts = [random_prompt(length) for length in (1, 40, 100)]  # the last is beyond the context
+    reference = load_transformers(folder)
+    expected = [reference_tokens(reference, prompt, 12) for prompt in prompts]
     assert read_servable(str(folder)).implementation == "transformers"
-    assert generated(tools, load(folder), prompts, 16, 64) == expected
+    assert generated(load(folder), prompts, 16, 64) == expected
     plain = edited(saved, tmp_path / "plain", rope_scaling=None, **keys)
-    assert generated(tools, load(plain), prompts, 16, 64) != expected
+    assert generated(load(plain), prompts, 16, 64) != expected
 
 
 @pytest.mark.parametrize(

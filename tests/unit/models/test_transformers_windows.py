@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import shutil
-
 import pytest
 import torch
 from transformers import AutoConfig
@@ -23,6 +20,7 @@ from models.preflight import TRANSFORMERS, read_servable
 from models.transformers_families import FAMILIES, MIXED_WINDOWS, WINDOWED
 from models.transformers_masks import Mask, UnsupportedModel
 from tandem.errors import CheckpointError
+from tests.paged_driver import PagedDriver, edited, load_transformers, random_prompt, reference_tokens
 
 CPU = torch.device("cpu")
 WINDOW = 23
@@ -46,21 +44,14 @@ def test_families_with_windows_are_those_whose_config_has_one():
 
 
 @pytest.mark.parametrize("name", sorted(WINDOWED))
-def test_tokens_of_a_window_shorter_than_the_text_are_those_of_transformers(tools, checkpoint, name):
+def test_tokens_of_a_window_shorter_than_the_text_are_those_of_transformers(checkpoint, name):
     folder = checkpoint(windowed(BY_NAME[name], MIXED if name in MIXED_WINDOWS else None))
-    reference, model = tools.load_transformers(folder), load(folder)
+    reference, model = load_transformers(folder), load(folder)
     assert WINDOW in {each.sliding_window for each in model.decoder.paged.params.values()}
-    prompts = [tools.random_prompt(length) for length in (1, 17, 70)]
-    expected = [tools.reference_tokens(reference, prompt, 24) for prompt in prompts]
+    prompts = [random_prompt(length) for length in (1, 17, 70)]
+    expected = [reference_tokens(reference, prompt, 24) for prompt in prompts]
     with torch.inference_mode():
-        assert tools.driver(model, 16, 100).generate(prompts, 24, 64) == expected
-
-
-def edited(folder, tmp_path, **keys):
-    copy = shutil.copytree(folder, tmp_path / "edited")
-    path = copy / "config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | keys))
-    return copy
+        assert PagedDriver(model, 16, 100).generate(prompts, 24, 64) == expected
 
 
 def refused(folder, words):

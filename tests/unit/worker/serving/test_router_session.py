@@ -244,7 +244,7 @@ def _arrive(session: RouterSession, arrived: dict[tuple[int, int], list[tuple[in
 
 _STEP = st.tuples(
     st.lists(st.tuples(st.sampled_from((A, B, Handle(3))), st.integers(0, 1)), unique=True, max_size=6),
-    st.sampled_from(("tokens", "one by one")),
+    st.sampled_from(("rows", "one by one")),
     st.sampled_from(("taken", "waits", "A is released")),
 )
 
@@ -265,8 +265,8 @@ def test_a_steps_tokens_told_at_once_are_those_told_one_by_one(
             for choice in choices:
                 columns.add(*choice, offsets[choice], TokenId(number))
                 offsets[choice] += 1
-            if at_once and how == "tokens":
-                session.tokens(columns)
+            if at_once and how == "rows":
+                session.token_rows(columns)
             else:
                 for each, index, offset, token_id, _ in columns.rows():
                     say(session, each, offset, token_id, index=index)
