@@ -1,109 +1,174 @@
 """Who gets blocks next: prompts for other workers, then reservations, as far as there are room and seats.
 
-Holds the line of reservations, and what was learned of growth and of hand-offs. While the prompt whose turn it is lacks
-room, no reservation is admitted before it, so that what runs here ends and makes that room; but a reservation that was
-overtaken often enough goes before all prompts.
-Decides; the worker carries it out. Knows no routers.
+    in line ─ next_reservation ─▶ blocks RESERVED under a ticket (incoming transfer), or prompt computed here
+       └─ ended ─▶ gone                 released, failed, out of time, router lost
+
+The first in line that fits is admitted. It fits if its tokens and its expected growth find room beside what all who
+were admitted are expected to hold (`worker.admission`), and if there are not too many before it for the seats. Nobody
+waits for one that could not be admitted at all before blocks leave quarantine. While the prompt whose turn it is lacks
+room, no reservation is admitted before it, so that what runs here ends and makes that room; but an overdue reservation
+goes before all prompts. Decides; the worker carries it out. Knows no routers.
+
+INVARIANT: no deadlock between reservations and running requests. A reservation takes all its
+blocks at once and never asks for more while it holds them, so it never waits for a request.
+What it waits for (its hand-off, or its expiry) does not need free blocks here, and ends in
+bounded time; then its blocks are free, or belong to a request, which can be preempted. So
+what a running request waits for never waits for it. Checked by
+`tests/unit/decode_worker/test_no_deadlock.py`: random arrivals and hand-offs that commit, fail
+or stall, on a pool too small for them, until everybody has ended.
+
+INVARIANT: no deadlock between workers that compute for each other. A prompt that is being computed has all that it
+needs. Then it waits for its grant: for a reservation elsewhere, which may wait for prompts that wait for a reservation
+here. What was granted is pushed in bounded time. So if a worker can do nothing more, and something lacks room there,
+then for prompts that are computed and not granted, or for a hand-off whose prompt is long in coming. The last in rank
+of them fails once that has lasted for `STANDSTILL_S` (`stuck`), and its router goes on from its first tokens with other
+workers. Each time that happens the request has come further, so it ends. Checked by
+`tests/integration/test_elastic_pairs.py`.
 """
 
 from __future__ import annotations
 
-from decode_worker.growth import Growth
-from decode_worker.handoff_pace import HandoffPace
+from itertools import islice
+
 from decode_worker.incoming_transfers import IncomingTransfers
 from decode_worker.policy import WorkerPolicy
-from decode_worker.reservations import ReservationQueue, Room
 from decode_worker.running_batch import RunningBatch
 from engine.prefix_cache import PrefixCache
 from prefill_worker.prompts import Prompts
-from worker.ports import StepEngine
+from tandem.errors import Overloaded
+from worker.admission import Forecast, Line, is_overdue, note_overtaken
 from worker.request import Request
 
-MAX_ENDS_PER_SEAT = 16
-"""Hand-offs that may be under way for each seat because as many sequences end in the time that they take."""
+LOOK_AHEAD = 32
+"""Requests in line of which one is looked for that fits: they are looked at in every step."""
+SEATS_AHEAD = 4
+"""Sequences per seat that run, wait to run or are under way: seats stay filled while a hand-off takes up to three times
+the time of decoding."""
+PROMPT_STEPS = 64
+"""Steps in which running sequences grow while a prompt for another worker holds its blocks: about a second."""
+STANDSTILL_S = 2.0
+"""How long nothing may go on for lack of room before one that holds room fails: longer than most hand-offs take."""
 
 
 class Admission:
-    """Of one worker."""
+    """The admission of one worker."""
 
     def __init__(
         self,
         policy: WorkerPolicy,
         cache: PrefixCache,
-        growth: Growth,
+        forecast: Forecast,
         batch: RunningBatch,
         transfers: IncomingTransfers,
         prompts: Prompts,
-        engine: StepEngine,
     ) -> None:
-        self.queue = ReservationQueue(cache, growth, policy.max_queued, policy.max_overtakes)
-        self._max_seqs = policy.limits.max_seqs
-        self._pace = HandoffPace(MAX_ENDS_PER_SEAT * self._max_seqs, policy.first_guess_tokens)
+        self.line = Line(lambda request: request.rank)
+        self._policy = policy
         self._cache = cache
-        self._growth = growth
+        self._pool = cache.pool
+        self._forecast = forecast
         self._batch = batch
         self._transfers = transfers
         self._prompts = prompts
-        self._engine = engine
+        self._stuck_since_s: float | None = None
 
-    def give_up_one(self) -> None:
-        """Called at intervals: where nothing goes on for lack of room, one that holds it here goes on elsewhere."""
-        is_idle = not self._batch.releases.num_in_flight
-        self._transfers.give_up_one(is_in_the_way=self._batch.is_dry and is_idle)
-        lacks_room = len(self.queue) or self._prompts.num_in_line or len(self._batch)
-        self._prompts.give_up_one(is_stalled=bool(lacks_room) and not len(self._transfers) and is_idle)
+    @property
+    def num_seqs_in_line(self) -> int:
+        """Returns the sequences of all that are in line."""
+        return sum(request.group.num_seats for request in self.line)
+
+    def num_tokens_in_line(self, *, computed_elsewhere: bool) -> int:
+        """Returns the tokens of all in line, with or without those of prompts that are computed elsewhere."""
+        return sum(
+            request.group.num_remaining_tokens
+            for request in self.line
+            if computed_elsewhere or request.owes_prefill_done
+        )
+
+    def add(self, request: Request) -> None:
+        """Puts a reservation in line. Raises Overloaded if the line is full."""
+        if len(self.line) >= self._policy.max_queued:
+            raise Overloaded(f"{len(self.line)} requests already wait for KV blocks")
+        self.line.add(request)
+
+    def ended(self, request: Request, *, in_batch: bool, failed: bool) -> None:
+        """Forgets a request; what its completions came to is remembered."""
+        self.line.remove(request)
+        for seq in request.group.sequences if in_batch and not failed else ():
+            if seq.num_output_tokens:
+                self._forecast.completed(seq.num_output_tokens)
 
     def next_reservation(self) -> Request | None:
         """Starts prompts for others as far as there is room; then takes the next reservation out of the line for which
         there are seats and blocks, unless a prompt waits for these.
         """
-        return self._pop_admissible() if self._start_prompts() and len(self.queue) else None
+        request = self._next() if self._start_prompts() and len(self.line) else None
+        if request is not None:
+            self.line.remove(request)
+            note_overtaken(self.line, [request])
+        return request
 
-    def handoff_started(self, request: Request) -> None:
-        """Its blocks are reserved."""
-        self._pace.started(request, self._num_steps())
+    def stuck(self, now_s: float) -> Request | None:
+        """Returns the request that is to fail, if nothing has gone on for lack of room for `STANDSTILL_S`.
 
-    def handoff_landed(self, request: Request) -> None:
-        """All its blocks are here."""
-        self._pace.landed(request, self._num_steps())
-
-    def ended(self, request: Request, *, in_batch: bool, failed: bool) -> None:
-        """Forgets it; what a completion came to is remembered."""
-        self.queue.discard(request)
-        self._pace.forget(request)
-        if not in_batch:
-            return
-        self._pace.ended(len(request.group.sequences))
-        for seq in () if failed else request.group.sequences:
-            if seq.num_output_tokens:
-                self._growth.completed(seq.num_output_tokens)
+        Called at intervals. One that stands still holds room that others need, and cannot lose it to them: hand-offs
+        under way, or else computed prompts that wait for their grant.
+        """
+        holders, lacks_room = self._transfers.requests, self._batch.is_dry
+        if not holders:
+            holders = self._prompts.ungranted
+            lacks_room = bool(len(self.line) or self._prompts.num_in_line or len(self._batch))
+        if not holders or not lacks_room or self._batch.releases.num_in_flight:
+            self._stuck_since_s = None
+        elif self._stuck_since_s is None:
+            self._stuck_since_s = now_s
+        elif now_s - self._stuck_since_s >= STANDSTILL_S:
+            self._stuck_since_s = None
+            return max(holders, key=lambda each: each.rank)
+        return None
 
     def _start_prompts(self) -> bool:
-        """False if the next prompt for another worker waits for room that reservations must not take before it."""
-        while self._prompts.num_in_line and not self.queue.is_overdue:
+        """Returns False if the next prompt for another worker waits for room that reservations must not take."""
+        while self._prompts.num_in_line and not any(map(is_overdue, islice(self.line, 1))):
             growth = 0
             if self._batch.num_running:
-                handoff_steps = round(self._pace.num_steps)
-                growth = self._batch.forecast(self._transfers.requests, handoff_steps).most_blocks(handoff_steps)
+                growth = self._forecast.most_blocks(self._batch.running, self._batch.waiting, PROMPT_STEPS)
             started, lacks_room = self._prompts.start_next(self._cache.num_available - growth)
-            if not started:
+            if started is None:
                 return not lacks_room
-            self.queue.was_overtaken()
+            note_overtaken(self.line, [started])
         return True
 
-    def _pop_admissible(self) -> Request | None:
-        # As many as end while a hand-off takes place are admitted beyond the seats, and some more: no seat stays empty.
-        enough = self._max_seqs + round(self._pace.num_ends)
+    def _next(self) -> Request | None:
+        """Returns the first in line that fits, unless an overdue one before it waits for room."""
         num_seqs = self._transfers.num_seqs + self._batch.num_running + self._batch.num_waiting
-        seats = enough + max(1, enough // 4) - num_seqs
+        seats = SEATS_AHEAD * self._policy.limits.max_seqs - num_seqs
         if seats <= 0:
             return None
-        handoff_steps = round(self._pace.num_steps)
-        forecast = self._batch.forecast(self._transfers.requests, handoff_steps) if num_seqs else None
-        pool = self._cache.pool
-        most_blocks = pool.num_blocks - pool.counts().quarantined
-        return self.queue.pop_admissible(Room(self._cache.num_available, most_blocks, seats, forecast, handoff_steps))
+        available = self._cache.num_available
+        if num_seqs:
+            available -= self._forecast.most_blocks(
+                self._batch.running, (*self._batch.waiting, *self._transfers.requests)
+            )
+        most_blocks = self._pool.num_blocks - self._pool.counts().quarantined
+        for place, request in enumerate(islice(self.line, LOOK_AHEAD)):
+            group = request.group
+            num_missing = group.num_missing_blocks(self._pool)
+            num_lacking = (self._forecast.all_blocks(group) if num_seqs else num_missing) - available
+            if group.num_seats <= seats and (
+                num_lacking <= 0 or (place == 0 and num_lacking <= self._num_held(request))
+            ):
+                return request
+            if is_overdue(request) and num_missing <= most_blocks:
+                return None
+        return None
 
-    def _num_steps(self) -> int | None:
-        """Steps that have ended, None while no sequence runs."""
-        return self._engine.num_steps if self._batch.num_running else None
+    def _num_held(self, request: Request) -> int:
+        """Returns the blocks that others hold and that a request will share. Looked for only of the first in line: that
+        takes time.
+
+        A request that is to be computed here finds its blocks later, and competes for room without them.
+        """
+        if request.owes_prefill_done:
+            return 0
+        return self._cache.num_held(request.spec.cache_salt, request.group.prefix.token_ids)

@@ -1,6 +1,6 @@
 """Requests that decode on a worker: admitted, received or computed here, decoded, given to another worker. A `Source`.
 
-    Reserve ─▶ queue ─▶ Reserved ─▶ incoming transfer ─▶ batch ─▶ tokens … finish
+    Reserve ─▶ line ──▶ Reserved ─▶ incoming transfer ─▶ batch ─▶ tokens … finish
                            └─ (prompt computed here) ──▶ batch ─▶ PrefillDone, tokens … finish
                                                  └──▶ Leaving ─▶ HandOver ─▶ HandoffDone   it drains, or is overloaded
 
@@ -21,7 +21,6 @@ from collections.abc import Sequence as SequenceOf
 from dataclasses import replace
 
 from decode_worker.admission import Admission
-from decode_worker.growth import Growth
 from decode_worker.incoming_transfers import IncomingTransfers
 from decode_worker.moves import Moves
 from decode_worker.policy import WorkerPolicy
@@ -32,9 +31,10 @@ from engine.step import DrawnTokens, SampledToken
 from kvtransfer.base import Receiver, Sender
 from prefill_worker.prompts import Prompts
 from shell.telemetry.events import BlocksReserved, PrefixLookedUp
-from tandem.errors import InvalidRequest, PrefixNotHeld, TandemError
+from tandem.errors import InvalidRequest, Overloaded, PrefixNotHeld, TandemError
 from tandem.first_tokens import FirstTokens
 from tandem.types import BlockId, GroupSpec, Handle, WaitReason, WorkerLoad
+from worker.admission import Forecast
 from worker.budget import ChunkBudget
 from worker.parts import WorkerParts
 from worker.ports import Destination, RouterPort, TokenColumns, TokenExtra
@@ -66,13 +66,12 @@ class Decodes:
         self._budget = budget
         self._prompts = prompts
         self._owner = owner
-        growth = Growth(self._pool, policy.first_guess_tokens)
+        forecast = Forecast(self._pool, policy.first_guess_tokens)
         self._transfers = IncomingTransfers(
             parts.cache, receiver, parts.clock, self, policy.transfers, parts.validator.vocab_size
         )
-        self._batch = RunningBatch(parts.cache, policy.limits, growth, budget, releases, prompts)
-        self._admission = Admission(policy, parts.cache, growth, self._batch, self._transfers, prompts, parts.engine)
-        self._queue = self._admission.queue
+        self._batch = RunningBatch(parts.cache, policy.limits, forecast, budget, releases, prompts)
+        self._admission = Admission(policy, parts.cache, forecast, self._batch, self._transfers, prompts)
         self._moves = Moves(self._batch, parts.cache, sender, owner.end, owner.changed)
         self._live: dict[Request, None] = {}
         """Requests that have not ended, in order of arrival."""
@@ -86,17 +85,17 @@ class Decodes:
     @property
     def is_settled(self) -> bool:
         """Whether no request is here, and every router knows what became of its requests."""
-        is_empty = not (self._live or len(self._queue) or len(self._transfers) or len(self._batch))
+        is_empty = not (self._live or len(self._admission.line) or len(self._transfers) or len(self._batch))
         return is_empty and self._moves.is_settled
 
     def add_to(self, load: WorkerLoad) -> WorkerLoad:
         """Returns the load with that of this source; each choice counts as a sequence."""
         batch, budget = self._batch, self._budget
-        queued_tokens = self._queue.num_tokens(computed_elsewhere=not self._policy.elastic)
+        queued_tokens = self._admission.num_tokens_in_line(computed_elsewhere=not self._policy.elastic)
         return replace(
             load,
             running_seqs=load.running_seqs + batch.num_running,
-            waiting_seqs=load.waiting_seqs + self._queue.num_seqs + batch.num_waiting,
+            waiting_seqs=load.waiting_seqs + self._admission.num_seqs_in_line + batch.num_waiting,
             queued_prompt_tokens=load.queued_prompt_tokens + queued_tokens + batch.num_prompt_tokens_left,
             live_transfers=load.live_transfers + self._receiver.num_live,
             preemptions=batch.num_preemptions,
@@ -109,13 +108,14 @@ class Decodes:
         yield from self._batch.running_waits()
         yield from ((request, WaitReason.ROOM) for request in self._live if request.group.awaits_guides)
         if line_moves:
-            yield from ((request, WaitReason.ROOM) for request in self._queue)
+            yield from ((request, WaitReason.ROOM) for request in self._admission.line)
             yield from self._batch.line_waits()
 
     def tick(self) -> None:
         """See `DecodeSource`. Tickets and hand-offs run out; an overloaded worker offers a request to others."""
         self._transfers.expire()
-        self._admission.give_up_one()
+        if (stuck := self._admission.stuck(self._parts.clock.now_s())) is not None:
+            self._owner.end(stuck, Overloaded("others need the KV blocks that it holds while it waits"))
         if self._draining:
             self.drain()
         else:
@@ -145,7 +145,7 @@ class Decodes:
     def enter(self, request: Request) -> None:
         """See `Source`. Raises PrefixNotHeld, Overloaded."""
         self._check_prefix_held(request)
-        self._queue.add(request)
+        self._admission.add(request)
         if request.reads_cache:
             request.group.prefetch(self._cache)
 
@@ -160,7 +160,6 @@ class Decodes:
                     request.router.reserved(request.handle)
                 else:
                     offer, prefix = self._transfers.offer(request), request.group.prefix
-                    self._admission.handoff_started(request)
                     request.events.emit(BlocksReserved())
                     request.events.emit(PrefixLookedUp(prefix.num_tokens, prefix.num_cached_tokens))
                     request.router.reserved(request.handle, offer.ticket, offer.endpoint, prefix.num_cached_tokens)
@@ -310,7 +309,6 @@ class Decodes:
         table = new_block_table(prefix.block_table)
         table.extend(new_block_table(block_ids))
         self._cache.insert(request.spec.cache_salt, prefix.token_ids, table)
-        self._admission.handoff_landed(request)
         group.land(block_ids, first_tokens, self._pool)
         group.follow(self._cache)
         self._follow(group.sequences)

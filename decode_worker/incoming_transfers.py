@@ -29,11 +29,10 @@ from kvtransfer.base import BlockRefs, Offer, Receiver
 from shell.clock import Clock, Deadline
 from shell.telemetry.events import Transferred, TransferStarted
 from shell.telemetry.logging import get_logger
-from tandem.errors import FrameError, Overloaded, TandemError, TicketRefused, TransferError
+from tandem.errors import FrameError, TandemError, TicketRefused, TransferError
 from tandem.first_tokens import FirstTokens, NextTokens, decode_first_tokens
 from tandem.lifecycle import TRANSFER_MOVES, BlockState, TransferState, advance
 from tandem.types import BlockId
-from worker.patience import Patience
 from worker.request import Request
 
 _log = get_logger(__name__)
@@ -49,10 +48,6 @@ class TransferPolicy:
     """From the ticket to the commit: the prompt's computation, which has begun, and the transfer.
 
     Reached only where the prefill worker says of a prompt that it is under way and never ends it."""
-
-
-IN_THE_WAY_S = 5.0
-"""How long nothing that runs may find a block before one is given up that blocks are reserved for."""
 
 
 class TransferOwner(Protocol):
@@ -90,7 +85,6 @@ class IncomingTransfers:
         self._receiver = receiver
         self._policy = policy
         self._transfers: dict[Request, tuple[IncomingTransfer, Offer]] = {}
-        self._patience = Patience(IN_THE_WAY_S)
 
     def __len__(self) -> int:
         return len(self._transfers)
@@ -142,15 +136,6 @@ class IncomingTransfers:
                 self.withdraw(request)
                 error = TransferError(f"no commit within {self._policy.handoff_s:g} s")
                 self.owner.transfer_failed(request, error)
-
-    def give_up_one(self, *, is_in_the_way: bool) -> None:
-        """Called at intervals, with whether requests run here and none finds a block. A prompt may take minutes to
-        come; if that lasts, the last in rank is computed elsewhere.
-        """
-        if self._patience.is_over(self.clock.now_s(), stands_still=is_in_the_way and bool(self._transfers)):
-            last = max(self._transfers, key=lambda each: each.rank)
-            self.withdraw(last)
-            self.owner.transfer_failed(last, Overloaded("what runs needs the KV blocks that were reserved for it"))
 
     def end(self, request: Request) -> bool:
         """Its transfer is over; False if the request has gone meanwhile."""

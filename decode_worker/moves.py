@@ -1,5 +1,6 @@
 """Running requests on their way to another decode worker, with their KV: all of a worker that drains, and one at a time
-of a worker whose pool is too small for them (`pressure`).
+of a worker that is overloaded, in whose pool requests are preempted often. One preemption is no sign of overload: it is
+how a pool is kept full. Many preemptions cost what was computed.
 
     running ──tell──▶ offered to its router, still running
        └──begin──▶ suspended: no new step ──steps in flight have ended──▶ its blocks are pushed ──▶ committed: gone
@@ -20,9 +21,9 @@ All on the loop.
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 
-from decode_worker.pressure import Pressure
 from decode_worker.running_batch import RunningBatch
 from engine.prefix_cache import PrefixCache
 from kvtransfer.base import Sender, TransferReport
@@ -34,6 +35,10 @@ from tandem.types import Handle, MoveReason
 from worker.ports import Destination, RouterPort
 from worker.request import Request
 
+MANY_PREEMPTIONS, WINDOW_S = 3, 10.0
+"""Preemptions within so many seconds that are too many."""
+FULL_SHARE = 0.25
+"""Of the pool, available: below it there is little room. What a victim leaves is available for a moment."""
 OFFER_S = 5.0
 """From one offer of an overloaded worker to the next."""
 STAY_S = 60.0
@@ -62,7 +67,10 @@ class Moves:
         self._on_returned = on_returned
         self._told: set[Request] = set()
         """Who may leave, as their routers were told."""
-        self._pressure = Pressure()
+        self._num_preemptions = 0
+        """Preemptions that were seen."""
+        self._preempted_s: deque[float] = deque(maxlen=MANY_PREEMPTIONS)
+        """When the newest ones were seen."""
         self._reason = MoveReason.OVERLOAD
         self._offers_from_s = -math.inf
         """From when on an overloaded worker may offer one."""
@@ -102,9 +110,8 @@ class Moves:
         """To be called often: while there is too much here, tells the router of one that may leave, in turn, unless
         one is on its way or was told of just now.
         """
-        share_available = self._cache.num_available / self._cache.pool.num_blocks
-        is_high = self._pressure.look(now_s, self._batch.num_preemptions, share_available)
-        if not is_high or self._suspended or self._transfers or now_s < self._offers_from_s:
+        is_overloaded = self._is_overloaded(now_s)
+        if not is_overloaded or self._suspended or self._transfers or now_s < self._offers_from_s:
             return
         able = [each for each in requests if now_s >= self._stay_until_s.get(each, now_s) and self._may_leave(each)]
         if self._told.issuperset(able):
@@ -113,6 +120,14 @@ class Moves:
         if first is not None:
             self._offers_from_s = now_s + OFFER_S
             self._offer(first)
+
+    def _is_overloaded(self, now_s: float) -> bool:
+        """Returns whether requests were preempted often in a short time, and there is little room by now."""
+        num_new = self._batch.num_preemptions - self._num_preemptions
+        self._num_preemptions += num_new
+        self._preempted_s.extend([now_s] * min(num_new, MANY_PREEMPTIONS))
+        is_often = len(self._preempted_s) == MANY_PREEMPTIONS and self._preempted_s[0] >= now_s - WINDOW_S
+        return is_often and self._cache.num_available < FULL_SHARE * self._cache.pool.num_blocks
 
     def landed(self, request: Request, first_tokens: FirstTokens, now_s: float) -> None:
         """The request's KV arrived here; a request that moved is to stay for a while."""
@@ -205,7 +220,7 @@ class Moves:
         request.router.handoff_done(request.handle, report.num_bytes, report.seconds)
         request.events.emit(Transferred(report.num_bytes, report.seconds, report.transport))
         request.events.emit(Moved(self._reason))
-        self._pressure.relieved()
+        self._preempted_s.clear()  # a stream has moved: what was seen before says nothing any more
         self._end(request, None)
 
     def request_failed(self, request: Request, error: TandemError) -> None:

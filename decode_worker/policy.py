@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from decode_worker.growth import FIRST_GUESS_TOKENS
 from decode_worker.incoming_transfers import TransferPolicy
-from decode_worker.reservations import MAX_OVERTAKES, MAX_QUEUED
 from decode_worker.scheduler import StepLimits
+from worker.admission import FIRST_GUESS_TOKENS
 from worker.budget import ChunkBudget
+
+MAX_QUEUED = 1024
+"""Reservations that may wait on one worker; routers queue before that."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,7 +20,6 @@ class WorkerPolicy:
     limits: StepLimits
     max_sequence_tokens: int
     max_queued: int = MAX_QUEUED
-    max_overtakes: int = MAX_OVERTAKES
     transfers: TransferPolicy = field(default_factory=TransferPolicy)
     first_guess_tokens: int = FIRST_GUESS_TOKENS
     """Expected length of completions before any has ended here."""

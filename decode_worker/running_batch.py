@@ -16,19 +16,18 @@ from collections.abc import Set as AbstractSet
 from dataclasses import replace
 
 from decode_worker.decoding import Decoding
-from decode_worker.growth import Forecast, Growth
-from decode_worker.scheduler import Beside, StepLimits, StepPlan, note_overtaken, plan_step
+from decode_worker.scheduler import Beside, StepLimits, StepPlan, plan_step
 from engine.prefix_cache import PrefixCache
 from engine.sequence import Sequence
 from engine.step import ScheduledSeq, Step
 from prefill_worker.prompts import Prompts
 from shell.telemetry.events import Preempted
 from tandem.types import BlockId, WaitReason
+from worker.admission import Forecast, note_overtaken, turn_of
 from worker.budget import ChunkBudget
 from worker.releases import BlockReleases
 from worker.request import Request
 from worker.source import BatchedStep
-from worker.turns import turn_of
 from worker.waits import Wait
 
 
@@ -39,7 +38,7 @@ class RunningBatch:
         self,
         cache: PrefixCache,
         limits: StepLimits,
-        growth: Growth,
+        forecast: Forecast,
         budget: ChunkBudget,
         releases: BlockReleases,
         prompts: Prompts | None = None,
@@ -51,7 +50,7 @@ class RunningBatch:
         self._cache = cache
         self._pool = cache.pool
         self._limits = limits
-        self._growth = growth
+        self._forecast = forecast
         self._requests: set[Request] = set()
         self._running: list[Request] = []
         self._decoding = Decoding(cache)
@@ -83,9 +82,15 @@ class RunningBatch:
         """Sequences without a seat."""
         return sum(request.group.num_seats for request in self._waiting)
 
-    def forecast(self, incoming: Iterable[Request], handoff_steps: int) -> Forecast:
-        """Blocks that its requests and those in hand-off are expected to take."""
-        return self._growth.forecast(self._running, self._waiting, incoming, handoff_steps)
+    @property
+    def running(self) -> SequenceOf[Request]:
+        """Returns the requests with seats."""
+        return self._running
+
+    @property
+    def waiting(self) -> SequenceOf[Request]:
+        """Returns the requests without seats."""
+        return self._waiting
 
     @property
     def num_prompt_tokens_left(self) -> int:
@@ -214,11 +219,11 @@ class RunningBatch:
             others = []
             if len(beside.requests) < len(self._running):
                 others = [each for each in self._running if each not in beside.requests]
-            plan = plan_step(others, self._waiting, self._cache, limits, self._growth, beside, self._prompts_beside)
+            plan = plan_step(others, self._waiting, self._cache, limits, self._forecast, beside, self._prompts_beside)
             if not plan.preempted and not plan.lacks_blocks:
                 return plan, beside
         prompts = self._prompts_beside
-        return plan_step(self._running, self._waiting, self._cache, limits, self._growth, prompts=prompts), None
+        return plan_step(self._running, self._waiting, self._cache, limits, self._forecast, prompts=prompts), None
 
     def _carry_out(self, plan: StepPlan, beside: Beside | None, *, is_behind: bool) -> BatchedStep | None:
         """`beside`: what takes part too; `is_behind`: whether the step planned before is in flight."""

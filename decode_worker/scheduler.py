@@ -5,9 +5,9 @@ group: admitted, seated and preempted together. A seat is a row of the batch: on
 finished. One step:
 
  1. admit     waiting groups that hold blocks (received hand-offs) take free seats; then, in rank order, those
-              without blocks (new or preempted prompts) for whose tokens there is room beside the expected `growth`.
-              One that steps overtook `MAX_OVERTAKES` times goes by rank, once there is room for it; until then
-              nobody else without blocks is admitted
+              without blocks (new or preempted prompts) for whose tokens there is room and growth (`worker.admission`).
+              An overdue one goes by rank, once there is room for it; until then nobody else without blocks is
+              admitted
  2. share     a sequence with one token to compute takes it (decode); all others share `chunk_tokens` with the prompts
               that are computed beside for other workers (`worker.plan`)
  3. allocate  in rank order, each gets the blocks that its tokens need, and one more to copy a shared block before
@@ -21,8 +21,8 @@ cache knew nothing: a hold on known blocks takes no more of what is available th
 Nothing is preempted for a group ranked behind it. So the first-ranked group is never preempted and takes what all
 others hold; if it has no seat and nothing else can step, the last-ranked running group vacates one, and the next plan
 seats it. It always progresses, unless blocks are reserved for hand-offs, which end by themselves or are given up
-(`incoming_transfers`), or held by prompts that are computed for other workers: these need no seat, hold all their
-blocks from the start, are never preempted, and leave when they are handed over or given up (`prefill_worker.prompts`).
+(`admission`), or held by prompts that are computed for other workers: these need no seat, hold all their blocks from
+the start, are never preempted, and leave when they are handed over or given up (`admission`).
 
 Reads groups and the counts of pool and cache, changes neither; knows no clock and no engine.
 """
@@ -34,11 +34,10 @@ from collections.abc import Collection, Iterable
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 
-from decode_worker.growth import Growth
-from decode_worker.reservations import MAX_OVERTAKES
 from engine.prefix_cache import PrefixCache
 from engine.sequence import Sequence
 from tandem.types import BlockId
+from worker.admission import Forecast, is_overdue
 from worker.plan import share_tokens
 from worker.request import Request
 
@@ -83,7 +82,7 @@ def plan_step(
     waiting: SequenceOf[Request],
     cache: PrefixCache,
     limits: StepLimits,
-    growth: Growth,
+    forecast: Forecast,
     beside: Beside | None = None,
     prompts: Iterable[Request] = (),
 ) -> StepPlan:
@@ -92,7 +91,7 @@ def plan_step(
     Sequences that cannot take part in a step launched now are left out. With `beside`, whose requests are not among
     `running`: if the plan preempts or lacks blocks, it is of no use; all are to be planned together then.
     """
-    return _Planner(running, waiting, cache, limits, growth, beside, prompts).plan()
+    return _Planner(running, waiting, cache, limits, forecast, beside, prompts).plan()
 
 
 def _can_step(sequence: Sequence) -> bool:
@@ -101,17 +100,9 @@ def _can_step(sequence: Sequence) -> bool:
     return not is_blocked and not sequence.awaits_mask and sequence.num_remaining_tokens > 0
 
 
-def note_overtaken(waiting: Iterable[Request], admitted: Iterable[Request]) -> None:
-    """When a plan is carried out: `waiting` are left."""
-    last = max((each.rank for each in admitted), default=None)
-    for request in waiting:
-        if last is not None and request.rank < last and not request.group.holds_blocks:
-            request.num_overtaken += 1
-
-
 def _seat_order(request: Request) -> bool:
-    """Those that are equal go by rank."""
-    return not request.group.holds_blocks and request.num_overtaken < MAX_OVERTAKES
+    """Returns the order of requests that take seats; equal ones go by rank."""
+    return not (request.group.holds_blocks or is_overdue(request))
 
 
 class _Planner:
@@ -123,7 +114,7 @@ class _Planner:
         waiting: SequenceOf[Request],
         cache: PrefixCache,
         limits: StepLimits,
-        growth: Growth,
+        forecast: Forecast,
         beside: Beside | None,
         prompts: Iterable[Request],
     ) -> None:
@@ -135,7 +126,7 @@ class _Planner:
         self._waiting = list(waiting)
         self._pool = cache.pool
         self._limits = limits
-        self._growth = growth
+        self._forecast = forecast
         self._free_blocks = cache.num_available
         self._preempted: list[Request] = []
         self._victims: list[Request] | None = None
@@ -162,13 +153,13 @@ class _Planner:
         num_seats = sum(request.group.num_seats for request in self._running) + self._num_beside_seats
         is_short = False  # of blocks, for one that nobody else without blocks may overtake
         for request in sorted(self._waiting, key=_seat_order):
-            has_blocks, is_overdue = request.group.holds_blocks, request.num_overtaken >= MAX_OVERTAKES
-            if not has_blocks and is_overdue and (is_short or not self._has_room_for(request)):
+            has_blocks, goes_first = request.group.holds_blocks, is_overdue(request)
+            if not has_blocks and goes_first and (is_short or not self._has_room_for(request)):
                 is_short = True
                 continue
             if num_seats + request.group.num_seats > self._limits.max_seqs:
                 break
-            if not has_blocks and not is_overdue and (is_short or not self._has_room_for(request)):
+            if not has_blocks and not goes_first and (is_short or not self._has_room_for(request)):
                 break
             num_seats += request.group.num_seats
             self._waiting.remove(request)
@@ -194,8 +185,8 @@ class _Planner:
         is_alone = not (self._running or self._beside or self._prompts or landed)
         if is_alone or request.group.num_missing_blocks(self._pool) > self._free_blocks:
             return request.group.num_missing_blocks(self._pool) <= self._free_blocks
-        forecast = self._growth.forecast([*self._running, *self._beside], landed)
-        return self._growth.blocks_wanted(request.group, forecast, 0) <= self._free_blocks
+        others = self._forecast.most_blocks([*self._running, *self._beside], landed)
+        return self._forecast.all_blocks(request.group) + others <= self._free_blocks
 
     def _share(self, *, by_rank: bool = False) -> list[tuple[Request, Sequence, int, bool]]:
         """Tokens that each would compute if blocks were no matter, and whether it is a chunk; in rank order."""

@@ -5,8 +5,8 @@
 
 A prompt takes all its blocks at once, so prompts that are computed never wait for each other, and each step makes
 progress. Blocks found in the prefix cache count as taken; of the prompt that goes first, blocks that others hold
-already do not. The shortest prompt goes first, within a bound on age (`worker.turns`). Prompts that fit overtake one
-that does not. Nobody starves: after `max_overtakes` a prompt goes first, and all others wait for it.
+already do not. The shortest prompt goes first, within a bound on age (`worker.admission.turn_of`). Prompts that fit
+overtake one that does not, until it is overdue.
 
 A holder may have at most `SHARE` of the pool, or one prompt of any length:
 
@@ -23,11 +23,9 @@ from collections import Counter, deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
+from worker.admission import Line, Turn, is_overdue, note_overtaken, turn_of
 from worker.request import Request
-from worker.turns import turn_of
 
-MAX_OVERTAKES = 64
-"""Later prompts that may get blocks before an earlier one."""
 SHARE = 0.5
 """Of the pool, that one holder may have."""
 _REMEMBERED_PROMPTS = 64
@@ -41,17 +39,6 @@ class LineLimits:
     max_seqs: int
     """Prompts that are computed at a time."""
     beside_decodes: bool = False
-    max_overtakes: int = MAX_OVERTAKES
-
-
-@dataclass(slots=True)
-class _InLine:
-    """What is known of a prompt in line."""
-
-    num_cached_tokens: int
-    """Tokens that the cache knew when the prompt came: an estimate."""
-    num_overtaken: int = 0
-    """Later prompts that got blocks before it."""
 
 
 class PromptLine:
@@ -64,33 +51,36 @@ class PromptLine:
         self._max_held = int(num_blocks * SHARE)
         self._destinations: deque[str] = deque(maxlen=_REMEMBERED_PROMPTS)
         """Of the latest prompts."""
-        self._waiting: dict[Request, _InLine] = {}
-        """In order of arrival."""
+        self._line = Line(_turn)
+        self._num_cached_tokens: dict[Request, int] = {}
+        """Tokens of each prompt in line that the cache knew when the prompt came: an estimate."""
         self.computing: dict[Request, None] = {}
         """Prompts with blocks, in the order in which they got them."""
 
     def __len__(self) -> int:
         """Prompts in line."""
-        return len(self._waiting)
+        return len(self._line)
 
     @property
     def num_tokens(self) -> int:
         """Prompt tokens to compute, those of steps in flight included."""
         in_line = sum(
-            request.group.prefix.num_remaining_tokens - each.num_cached_tokens
-            for request, each in self._waiting.items()
+            request.group.prefix.num_remaining_tokens - num_cached
+            for request, num_cached in self._num_cached_tokens.items()
         )
         prefixes = [request.group.prefix for request in self.computing]
         return in_line + sum(each.num_tokens - each.num_pending_tokens - each.num_ended_tokens for each in prefixes)
 
     def add(self, request: Request, num_cached_tokens: int = 0) -> None:
         """Puts a prompt in line, of which the cache knows `num_cached_tokens` now."""
-        self._waiting[request] = _InLine(num_cached_tokens)
+        self._line.add(request)
+        self._num_cached_tokens[request] = num_cached_tokens
         self._destinations.append(request.destination or "")
 
     def remove(self, request: Request) -> None:
         """Forgets a prompt, computed or given up. Idempotent."""
-        self._waiting.pop(request, None)
+        self._line.remove(request)
+        self._num_cached_tokens.pop(request, None)
         self.computing.pop(request, None)
 
     def num_blocks(self, request: Request) -> int:
@@ -106,38 +96,35 @@ class PromptLine:
         `lent`: by destination, blocks that computed prompts hold. `num_known`: blocks of a prompt that the cache knows
         and others hold; looking for them takes time.
         """
-        if not self._waiting or len(self.computing) >= self._limits.max_seqs:
+        if len(self.computing) >= self._limits.max_seqs:
             return None, False
         held = self._held(lent)
-
-        def fits(request: Request) -> bool:
-            num_lacking = self.num_blocks(request) - num_available
-            return num_lacking <= 0 or num_lacking <= num_known(request)
-
+        first: Request | None = None
         barred: set[str] = set()
         """Holders of which an overdue prompt waits for blocks to come back."""
-        for request, in_line in self._waiting.items():
-            if in_line.num_overtaken >= self._limits.max_overtakes and self._holder(request) not in barred:
-                if self._may_hold(request, held):
-                    return request, fits(request)
-                barred.add(self._holder(request))
-        may_go = [each for each in self._waiting if self._holder(each) not in barred and self._may_hold(each, held)]
-        first = min(may_go, key=_turn, default=None)
-        if first is None or fits(first):
-            return first, first is not None
-        other = min((each for each in may_go if self.num_blocks(each) <= num_available), key=_turn, default=None)
-        return other or first, other is not None
+        for request in self._line:
+            holder = self._holder(request)
+            if holder in barred:
+                continue
+            if not self._may_hold(request, held):
+                barred |= {holder} if is_overdue(request) else set()
+                continue
+            num_lacking = self.num_blocks(request) - num_available
+            if num_lacking <= 0 or (first is None and num_lacking <= num_known(request)):
+                return request, True
+            first = first or request
+            if is_overdue(request):
+                break
+        return first, False
 
     def take(self, request: Request, lent: Mapping[str, int]) -> None:
-        """The prompt is computed from now on. Prompts before it that might have gone are overtaken once more."""
-        held = self._held(lent)
-        for earlier, in_line in self._waiting.items():
-            if earlier is request:
-                break
-            is_rival = self._holder(earlier) == self._holder(request)
-            in_line.num_overtaken += is_rival or self._may_hold(earlier, held)
-        del self._waiting[request]
+        """Moves a prompt to those that are computed. Prompts that might have gone before it are overtaken."""
+        held, holder = self._held(lent), self._holder(request)
+        self._line.remove(request)
+        del self._num_cached_tokens[request]
         self.computing[request] = None
+        rivals = (each for each in self._line if self._holder(each) == holder or self._may_hold(each, held))
+        note_overtaken(rivals, [request])
 
     def _holder(self, request: Request) -> str:
         return "" if self._limits.beside_decodes else request.destination or ""
@@ -157,5 +144,5 @@ class PromptLine:
         return not already or already + self.num_blocks(request) <= self._max_held
 
 
-def _turn(request: Request) -> tuple[int, int, int]:
+def _turn(request: Request) -> Turn:
     return turn_of(request, request.group.prefix.num_remaining_tokens)

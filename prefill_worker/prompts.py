@@ -7,14 +7,8 @@ This is what a prefill role is, on a worker that does nothing else as on one tha
 starts (`prompt_line`). A prompt starts with all its blocks, found in the cache or allocated, so it is never preempted.
 Its last token gives each choice its first one, which the router gets at once. Its blocks stay lent to the transfer
 until they are pushed. Alone, the line plans the steps, of which half of the tokens go to prompts that end with them.
-Beside a running batch, that plans them (`decode_worker.running_batch`), and starts prompts (`decode_worker.admission`).
-
-INVARIANT: no deadlock between workers that compute for each other. A prompt that is being computed has all that it
-needs. Then it waits for its Grant: for a reservation elsewhere, which may wait for prompts that wait for a reservation
-here. What was granted is pushed in bounded time. So if a worker can do nothing more, and something lacks room there,
-then for prompts that are computed and not granted: `give_up_one` fails the last of them, once that has lasted for
-`PATIENCE_S`, and its router goes on from its first tokens with other workers. Each time that happens the request has
-come further, so it ends. Checked by `tests/integration/test_elastic_pairs.py`.
+Beside a running batch, that plans them (`decode_worker.running_batch`). `decode_worker.admission` starts prompts then,
+and gives up one that stands in the way of others.
 
 All on the loop.
 """
@@ -32,19 +26,15 @@ from kvtransfer.base import Sender, TransferReport
 from prefill_worker.outgoing_transfer import OutgoingTransfer
 from prefill_worker.prompt_line import LineLimits, PromptLine
 from shell.telemetry.events import Transferred
-from tandem.errors import Overloaded, TandemError
+from tandem.errors import TandemError
 from tandem.first_tokens import encode_first_tokens
 from tandem.types import GroupSpec, WaitReason, WorkerLoad
 from worker.parts import WorkerParts
-from worker.patience import Patience
 from worker.plan import share_tokens
 from worker.releases import BlockReleases
 from worker.request import Request
 from worker.source import BatchedStep, Owner
 from worker.waits import Wait
-
-PATIENCE_S = 1.0
-"""How long nothing can go on before a computed prompt that waits for its grant is given up."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +72,6 @@ class Prompts:
         """Requests that have not ended, in order of arrival."""
         self._transfers: dict[Request, OutgoingTransfer] = {}
         """Transfers of live requests, and of ended requests whose blocks the sender still uses."""
-        self._patience = Patience(PATIENCE_S)
 
     @property
     def computing(self) -> Collection[Request]:
@@ -168,22 +157,18 @@ class Prompts:
             elif line_moves:
                 yield request, WaitReason.PREFILL_LINE
 
-    def give_up_one(self, *, is_stalled: bool) -> None:
-        """Ends a computed prompt, if nothing goes on for long (see the module's docstring). Called at intervals.
-
-        `is_stalled`: whether something lacks room, and no step and no hand-off into this pool is under way.
-        """
-        waiting = [each for each in self._live if each.started_s is not None and each not in self._line.computing]
-        stands_still = is_stalled and bool(waiting) and not self._num_granted
-        if self._patience.is_over(self._clock.now_s(), stands_still=stands_still):
-            last = max(waiting, key=lambda each: each.rank)
-            self._owner.end(last, Overloaded("its KV blocks are needed before it can be handed over"))
+    @property
+    def ungranted(self) -> Collection[Request]:
+        """Returns the computed prompts that wait for their grant; none if any prompt was granted."""
+        if self._num_granted:
+            return ()
+        return [each for each in self._live if each.started_s is not None and each not in self._line.computing]
 
     # --- steps ---
 
     def next_step(self) -> BatchedStep | None:
         """Starts prompts as far as there is room; then returns a step of prompts alone."""
-        while self.start_next(self._cache.num_available)[0]:
+        while self.start_next(self._cache.num_available)[0] is not None:
             pass
         while True:
             prompts = [(each, each.group.prefix.num_remaining_tokens) for each in self.computing]
@@ -204,20 +189,20 @@ class Prompts:
         """Returns None: planning takes a small part of a step of prompts, and newcomers would miss a step behind it."""
         return None
 
-    def start_next(self, num_available: int) -> tuple[bool, bool]:
+    def start_next(self, num_available: int) -> tuple[Request | None, bool]:
         """Starts the prompt whose turn it is, if the prompt fits into `num_available` blocks: it takes all its blocks.
 
-        Returns whether it has started, and whether it lacks room; neither if it is nobody's turn.
+        Returns the prompt that has started, and whether one lacks room; neither if it is nobody's turn.
         """
         lent = self._lent()
         request, fits = self._line.next(num_available, lent, self._num_known)
         if request is None or not fits:
-            return False, request is not None
+            return None, request is not None
         self._line.take(request, lent)
         if request.reads_cache:
             request.group.attach(self._cache)
         request.group.prefix.add_blocks(self._cache.allocate(self._line.num_blocks(request)))
-        return True, False
+        return request, False
 
     def find_more(self, requests: Iterable[Request]) -> bool:
         """Returns whether any prompt that is about to begin finds more in the cache than when it took its blocks."""

@@ -45,9 +45,7 @@ class ElasticCores:
             "a": Wire(self.engines["b"], self.engines["a"]),
             "b": Wire(self.engines["a"], self.engines["b"]),
         }  # by who receives
-        policy = WorkerPolicy(
-            StepLimits(BLOCK_SIZE, max_seqs, chunk_tokens), 4096, first_guess_tokens=4, elastic=True, max_overtakes=2
-        )
+        policy = WorkerPolicy(StepLimits(BLOCK_SIZE, max_seqs, chunk_tokens), 4096, first_guess_tokens=4, elastic=True)
         validator = Validator(Limits(), VOCAB_SIZE, context_tokens=4096)
         self.cores: dict[str, Worker] = {}
         for name, other in (NAMES, NAMES[::-1]):

@@ -1,7 +1,7 @@
 """How the prompt tokens of one step are shared among the prompts that are being computed. Pure.
 
-Each prompt takes all that it lacks, or what is left, in order of its turn (`worker.turns`): so many short prompts share
-a step, only the last one that gets tokens may be cut, and each prompt ends after a bounded number of steps.
+Each prompt takes all that it lacks, or what is left, in order of its turn (`worker.admission.turn_of`): short prompts
+share a step, only the last one that gets tokens may be cut, and each prompt ends after a bounded number of steps.
 """
 
 from __future__ import annotations
@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from engine.chunking import plan_chunks
+from worker.admission import turn_of
 from worker.request import Request
-from worker.turns import turn_of
 
 
 def share_tokens(

@@ -53,11 +53,11 @@ class Request:
         self.max_local_tokens: int | None = None
         """Most tokens that a worker which computes the prompt itself may have to compute; None = any number."""
         self.came_after_tokens = 0
-        """Prompt tokens that the worker had computed when the request came: its age, as `turns` counts it."""
+        """Prompt tokens that the worker had computed when the request came: its age, as `turn_of` counts it."""
         self.num_sampled_tokens = 0
         """Tokens drawn here, of all choices."""
         self.num_overtaken = 0
-        """Plans by which a later request took a seat, while this one waited without blocks."""
+        """Requests that came later and got room before this one (`worker.admission`)."""
 
     @property
     def for_another(self) -> bool:

@@ -7,10 +7,10 @@ import asyncio
 import pytest
 
 from decode_worker import moves
-from decode_worker.growth import Growth
 from tandem.errors import FrameError, TandemError
 from tandem.first_tokens import FirstTokens
 from tests.integration.test_moves import TwoDecoders, drained_at, spec_of
+from worker.admission import Forecast
 
 
 async def test_one_with_more_tokens_than_a_hand_off_carries_fails_to_be_replayed(
@@ -37,7 +37,7 @@ async def test_one_with_more_tokens_than_a_hand_off_carries_fails_to_be_replayed
 
 async def test_what_went_on_elsewhere_is_no_completed_length(monkeypatch: pytest.MonkeyPatch) -> None:
     completed: list[int] = []
-    monkeypatch.setattr(Growth, "completed", lambda _, num_tokens: completed.append(num_tokens))
+    monkeypatch.setattr(Forecast, "completed", lambda _, num_tokens: completed.append(num_tokens))
     async with drained_at(5, spec_of(8, 40)) as (cores, stream):
         await cores.move(stream)
         cores.old.engine.let_go()

@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 
-from decode_worker.moves import OFFER_S, STAY_S
-from decode_worker.pressure import MANY, Pressure
+from decode_worker.moves import MANY_PREEMPTIONS, OFFER_S, STAY_S, WINDOW_S, Moves
+from engine.block_pool import BlockPool
+from engine.prefix_cache import PrefixCache
 from tandem.types import MoveReason
 from tests.integration.test_moves import Stream, TwoDecoders, computed_tokens, drained_at, spec_of
 
@@ -27,7 +28,7 @@ async def overloaded(num_blocks: int) -> AsyncIterator[tuple[TwoDecoders, list[S
             return [each for each in streams if each.attempt.leaves]
 
         await cores.step_until(offered)
-        assert cores.old.core.load().preemptions >= MANY
+        assert cores.old.core.load().preemptions >= MANY_PREEMPTIONS
         (first,) = offered()
         yield cores, streams, first
 
@@ -51,7 +52,7 @@ async def test_an_overloaded_one_offers_one_at_a_time_and_each_in_turn(monkeypat
         cores.old.engine.hold()
         streams = [cores.start(spec_of(6, 30, salt)) for salt in range(3)]
         await cores.step_until(lambda: all(each.tokens for each in streams))
-        monkeypatch.setattr(Pressure, "look", lambda *_: True)
+        monkeypatch.setattr(Moves, "_is_overloaded", lambda *_: True)
         for offered in (0, 1, 2, 0):
             cores.old.core.tick()
             await cores.until(streams[offered].task.done)
@@ -68,7 +69,7 @@ async def test_an_overloaded_one_offers_one_at_a_time_and_each_in_turn(monkeypat
 
 
 async def test_one_that_moved_stays_for_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Pressure, "look", lambda *_: True)
+    monkeypatch.setattr(Moves, "_is_overloaded", lambda *_: True)
     async with drained_at(5, spec_of(8, 40)) as (cores, stream):
         await cores.move(stream)
         cores.old.engine.let_go()
@@ -81,3 +82,35 @@ async def test_one_that_moved_stays_for_a_while(monkeypatch: pytest.MonkeyPatch)
             cores.clock.advance_s(seconds)
             leaving.relieve([request], cores.clock.now_s())
             assert (request in leaving._told) == offered
+
+
+class Preempted:
+    """A batch as overload is judged by."""
+
+    num_preemptions = 0
+
+    def more(self, num: int) -> Preempted:
+        self.num_preemptions += num
+        return self
+
+
+@pytest.mark.parametrize(
+    ("seen", "share", "is_overloaded"),
+    [
+        ([(0.0, 1), (WINDOW_S / 2, 1), (WINDOW_S, 1)], 0.1, True),
+        ([(0.0, 1), (WINDOW_S / 2, 1), (WINDOW_S + 0.1, 1)], 0.1, False),  # this is how a pool is kept full
+        ([(0.0, 5)], 0.1, True),
+        ([(0.0, 5)], 0.5, False),  # there is room
+        ([(0.0, 5), (WINDOW_S + 0.1, 0)], 0.1, False),
+        ([(0.0, 2), (0.1, 0), (0.2, 0)], 0.1, False),
+    ],
+)
+def test_many_preemptions_in_a_short_time_and_a_full_pool_are_overload(
+    seen: list[tuple[float, int]], share: float, is_overloaded: bool
+) -> None:
+    cache = PrefixCache(BlockPool(100, 4))
+    cache.allocate(round(100 * (1 - share)))
+    batch: Any = Preempted()
+    leaving = Moves(batch, cache, None, lambda *_: None, lambda: None)
+    *_, last = [batch.more(num) and leaving._is_overloaded(at_s) for at_s, num in seen]
+    assert last == is_overloaded

@@ -92,8 +92,11 @@ async def test_a_preempted_sequence_is_not_given_up() -> None:
     async with JoinedCores(decode_blocks=12) as cores:
         running = [cores.start(spec_of(8, 30, salt)) for salt in range(2)]
         engine = cores.engines[Role.DECODE]
-        await cores.until(lambda: cores.decode.load().preemptions)
         engine.hold()
+        while not cores.decode.load().preemptions:
+            if engine.num_in_flight:
+                engine.allow()
+            await asyncio.sleep(0.001)
         for _ in range(6):
             engine.allow()
             await cores.time_passes(SILENCE_S / 2)

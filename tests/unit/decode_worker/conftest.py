@@ -40,6 +40,7 @@ from tandem.validation import Validator
 from tests.manual_clock import ManualClock
 from tests.recorded_events import RecordedWorker
 from tests.token_engine import VOCAB_SIZE, WAIT_S, FakeEngine, candidates, expected_tokens, next_token
+from worker import admission
 from worker.core import Worker
 from worker.parts import WorkerParts
 from worker.ports import RouterPort
@@ -324,8 +325,9 @@ def completion() -> Callable[..., list[TokenId]]:
 
 
 @pytest.fixture
-def open_bench() -> Callable[..., object]:
-    """`async with open_bench(num_blocks=…) as bench`: the pool must be idle at the end."""
+def open_bench(monkeypatch: pytest.MonkeyPatch) -> Callable[..., object]:
+    """`async with open_bench(num_blocks=…) as bench`: the pool must be idle at the end. Two overtakes are many."""
+    monkeypatch.setattr(admission, "MAX_OVERTAKES", 2)
 
     @asynccontextmanager
     async def opened(
@@ -350,7 +352,6 @@ def open_bench() -> Callable[..., object]:
             limits=StepLimits(block_size, max_seqs, chunk_tokens),
             max_sequence_tokens=num_blocks * block_size,
             max_queued=max_queued,
-            max_overtakes=2,
             transfers=transfers or TransferPolicy(),
             first_guess_tokens=first_guess_tokens,
             overlap_steps=overlap_steps,

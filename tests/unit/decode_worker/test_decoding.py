@@ -8,7 +8,6 @@ from collections import deque
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from decode_worker.growth import Growth
 from decode_worker.running_batch import RunningBatch
 from decode_worker.scheduler import Beside, StepLimits, StepPlan, plan_step
 from engine.block_pool import BlockPool
@@ -19,6 +18,7 @@ from tandem.types import ChoiceSpec, GroupSpec, Handle, RequestId, SamplingParam
 from tests.decode_rows import feeds_of, seqs_of
 from tests.manual_clock import ManualClock
 from tests.unit.decode_worker.conftest import FakeRouter
+from worker.admission import Forecast
 from worker.budget import ChunkBudget
 from worker.releases import BlockReleases
 from worker.request import Request
@@ -32,7 +32,7 @@ class PlainBatch(RunningBatch):
     """Every plan is of all."""
 
     def _plan(self, limits: StepLimits) -> tuple[StepPlan, Beside | None]:
-        return plan_step(self._running, self._waiting, self._cache, limits, self._growth), None
+        return plan_step(self._running, self._waiting, self._cache, limits, self._forecast), None
 
 
 class World:
@@ -45,7 +45,7 @@ class World:
         limits = StepLimits(BLOCK_SIZE, max_seqs, 8)
         self.cache = PrefixCache(BlockPool(num_blocks, BLOCK_SIZE), enabled=False)
         pool = self.cache.pool
-        self.batch = batch(self.cache, limits, Growth(pool, 4), budget(limits), BlockReleases(pool))
+        self.batch = batch(self.cache, limits, Forecast(pool, 4), budget(limits), BlockReleases(pool))
         self.in_flight: deque[BatchedStep] = deque()
         self.draws: list[tuple[int, int]] = []
         """Of the newest step: whose each is."""

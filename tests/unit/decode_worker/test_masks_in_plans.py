@@ -6,7 +6,6 @@ from typing import Any
 
 import numpy as np
 
-from decode_worker.growth import Growth
 from decode_worker.scheduler import StepLimits, StepPlan, plan_step
 from engine.block_pool import BlockPool
 from engine.group import Group
@@ -14,6 +13,7 @@ from engine.guides import Guide
 from engine.prefix_cache import PrefixCache
 from tandem.types import Constraint, GroupSpec, Language, RequestId, SamplingParams, TokenId
 from tests.asked import Asked
+from worker.admission import Forecast
 from worker.request import Rank
 
 BLOCK_SIZE = 4
@@ -33,7 +33,7 @@ def landed(pool: BlockPool, rank: Rank, *, guided: bool) -> Asked:
 
 def planned(running: list[Asked], waiting: list[Asked], pool: BlockPool, max_seqs: int = 4) -> StepPlan:
     requests: Any = (running, waiting)
-    return plan_step(*requests, PrefixCache(pool), StepLimits(BLOCK_SIZE, max_seqs, 16), Growth(pool, 4))
+    return plan_step(*requests, PrefixCache(pool), StepLimits(BLOCK_SIZE, max_seqs, 16), Forecast(pool, 4))
 
 
 def test_only_those_with_a_mask_or_without_a_grammar_are_scheduled() -> None:

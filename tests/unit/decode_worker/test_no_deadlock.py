@@ -10,7 +10,8 @@ from typing import Any
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from decode_worker.incoming_transfers import IN_THE_WAY_S, TransferPolicy
+from decode_worker.admission import STANDSTILL_S
+from decode_worker.incoming_transfers import TransferPolicy
 from tandem.errors import Overloaded
 from tandem.types import GroupSpec, Handle, TokenId
 
@@ -80,10 +81,10 @@ async def test_a_stream_that_lacks_what_is_reserved_for_a_prompt_long_in_coming_
         await bench.router.until(lambda: len(bench.router.tokens.get(running, ())) == 17)  # its five blocks are full
         await asyncio.sleep(0.01)
         bench.worker.tick()
-        bench.clock.advance_s(IN_THE_WAY_S / 2)
+        bench.clock.advance_s(STANDSTILL_S / 2)
         bench.worker.tick()
         assert not bench.router.errors
-        bench.clock.advance_s(IN_THE_WAY_S / 2)
+        bench.clock.advance_s(STANDSTILL_S / 2)
         bench.worker.tick()
         bench.receiver.writer_stops(ticket)
         await bench.router.until(lambda: running in bench.router.ended)

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from decode_worker.growth import Growth
-from decode_worker.reservations import MAX_OVERTAKES
-from decode_worker.scheduler import StepLimits, StepPlan, note_overtaken, plan_step
+from decode_worker.scheduler import StepLimits, StepPlan, plan_step
 from engine.block_pool import BlockPool
 from engine.prefix_cache import PrefixCache
 from tandem.types import TokenId
 from tests.asked import BLOCK_SIZE, Asked, asked, leave_free
+from worker.admission import MAX_OVERTAKES, Forecast, note_overtaken
 
 
 def landed(pool: BlockPool, number: int, num_prompt_tokens: int, *, n: int = 1, priority: int = 0) -> Asked:
@@ -27,7 +26,7 @@ def limits(max_seqs: int = 8, chunk_tokens: int = 16) -> StepLimits:
 
 def planned(running: list[Asked], waiting: list[Asked], pool: BlockPool, shape: StepLimits) -> StepPlan:
     """Completions are expected to become 4 tokens long."""
-    return plan_step(running, waiting, PrefixCache(pool), shape, Growth(pool, 4))
+    return plan_step(running, waiting, PrefixCache(pool), shape, Forecast(pool, 4))
 
 
 def scheduled(plan: StepPlan) -> list[tuple[Asked, int, int]]:

@@ -8,15 +8,14 @@ from dataclasses import dataclass, field
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from decode_worker.growth import Growth
-from decode_worker.reservations import MAX_OVERTAKES
-from decode_worker.scheduler import StepLimits, StepPlan, note_overtaken, plan_step
+from decode_worker.scheduler import StepLimits, StepPlan, plan_step
 from engine.block_pool import BlockPool
 from engine.prefix_cache import PrefixCache
 from engine.sequence import Sequence
 from engine.step import ScheduledSeq
 from tandem.types import TokenId
 from tests.asked import END, Asked, asked, leave_free
+from worker.admission import MAX_OVERTAKES, Forecast, note_overtaken
 
 
 @dataclass
@@ -26,7 +25,7 @@ class World:
     cache: PrefixCache
     limits: StepLimits
     rng: random.Random
-    growth: Growth
+    growth: Forecast
     running: list[Asked] = field(default_factory=list)
     waiting: list[Asked] = field(default_factory=list)
 
@@ -132,7 +131,7 @@ def worlds(draw: st.DrawFn) -> tuple[World, list[Arriving]]:
     pool = BlockPool(draw(st.integers(6, 24)), draw(st.sampled_from([1, 2, 4, 16])))
     size, total, max_seqs = pool.block_size, pool.num_blocks, draw(st.integers(1, 6))
     shape = StepLimits(size, max_seqs, draw(st.integers(1, 40)))
-    growth = Growth(pool, draw(st.sampled_from([1, 8, 32])))
+    growth = Forecast(pool, draw(st.sampled_from([1, 8, 32])))
     arrivals: list[Arriving] = []
     step = 0
     for number in range(draw(st.integers(1, 12))):
@@ -177,7 +176,7 @@ def test_every_group_ends_whatever_arrives_when(case: tuple[World, list[Arriving
 def test_a_seat_goes_to_the_first_in_rank_when_nothing_else_can_step() -> None:
     """Of two groups that hold all blocks, the one behind has the only seat and needs a block more."""
     pool = BlockPool(6, 4)
-    world = World(PrefixCache(pool, enabled=False), StepLimits(4, 1, 16), random.Random(0), Growth(pool, 1))
+    world = World(PrefixCache(pool, enabled=False), StepLimits(4, 1, 16), random.Random(0), Forecast(pool, 1))
     behind = asked(0, 12, max_tokens=8)
     world.arrive(behind, by_handoff=True)
     world.running, world.waiting = [behind], []
@@ -194,7 +193,7 @@ def crowded_worlds(draw: st.DrawFn) -> World:
     """Landed groups, some further than others, in a pool with few blocks left."""
     pool = BlockPool(200, draw(st.sampled_from([1, 2, 4])))
     cache = PrefixCache(pool, enabled=draw(st.booleans()))
-    world = World(cache, StepLimits(pool.block_size, 12, 16), random.Random(0), Growth(pool, 1))
+    world = World(cache, StepLimits(pool.block_size, 12, 16), random.Random(0), Forecast(pool, 1))
     for number in range(draw(st.integers(2, 5))):
         each = asked(
             number, draw(st.integers(1, 9)), n=draw(st.integers(1, 4)), emitted=draw(st.sampled_from([0, 0, 5]))

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from hypothesis import given, settings
+import pytest
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from prefill_worker.prompt_line import LineLimits, PromptLine
@@ -13,6 +14,7 @@ from shell.clock import Deadline
 from shell.telemetry.events import Events
 from tandem.types import BlockId, ChoiceSpec, GroupSpec, Handle, RequestId, SamplingParams, TokenId
 from tests.manual_clock import ManualClock
+from worker import admission
 from worker.plan import share_tokens
 from worker.request import Request
 
@@ -44,6 +46,11 @@ class Arrivals:
 
 arrivals = Arrivals()
 make = arrivals.request
+
+
+@pytest.fixture(autouse=True)
+def few_overtakes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(admission, "MAX_OVERTAKES", 2)
 
 
 @dataclass(frozen=True)
@@ -90,13 +97,12 @@ def compute(line: PromptLine, plan: Plan) -> list[Request]:
 
 def line_of(
     max_seqs: int = 8,
-    max_overtakes: int = 4,
     block_size: int = BLOCK_SIZE,
     num_blocks: int = 100,
     *,
     beside_decodes: bool = False,
 ) -> PromptLine:
-    return PromptLine(LineLimits(max_seqs, beside_decodes, max_overtakes), block_size, num_blocks)
+    return PromptLine(LineLimits(max_seqs, beside_decodes), block_size, num_blocks)
 
 
 def test_many_short_prompts_share_one_batch() -> None:
@@ -151,7 +157,7 @@ def test_a_prompt_that_does_not_fit_is_overtaken_by_one_that_does() -> None:
 
 
 def test_a_prompt_overtaken_too_often_goes_first_and_blocks_the_others() -> None:
-    line = line_of(max_overtakes=2)
+    line = line_of()
     big = make(160)
     line.add(big)
     for _ in range(2):
@@ -164,14 +170,14 @@ def test_a_prompt_overtaken_too_often_goes_first_and_blocks_the_others() -> None
 
 
 def test_a_low_priority_prompt_is_not_starved_by_urgent_ones() -> None:
-    line = line_of(max_seqs=1, max_overtakes=3)
+    line = line_of(max_seqs=1)
     patient = make(8)
     line.add(patient)
     done: list[Request] = []
-    for _ in range(4):
+    for _ in range(3):
         line.add(make(8, priority=9))
         done += compute(line, plan_step(line, num_free_blocks=100))
-    assert done.index(patient) == 3
+    assert done.index(patient) == 2
 
 
 def test_a_removed_prompt_is_not_planned_again() -> None:
@@ -218,7 +224,7 @@ def test_tokens_are_queued_until_their_step_has_ended() -> None:
 prompts_strategy = st.lists(st.tuples(st.integers(1, 200), st.integers(-1, 1)), min_size=1, max_size=30)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     arrivals=prompts_strategy,
     per_round=st.integers(1, 5),
@@ -290,7 +296,7 @@ def test_one_prompt_may_be_larger_than_the_share_of_its_destination() -> None:
 
 
 def test_a_prompt_beyond_its_share_holds_up_none_for_another_destination() -> None:
-    line = line_of(num_blocks=8, max_overtakes=2)
+    line = line_of(num_blocks=8)
     waits = make(4 * 16, destination="slow")
     line.add(waits)
     for _ in range(6):
@@ -301,7 +307,7 @@ def test_a_prompt_beyond_its_share_holds_up_none_for_another_destination() -> No
 
 
 def test_a_large_prompt_beyond_its_share_is_not_overtaken_for_ever_by_small_ones_to_the_same_place() -> None:
-    line = line_of(num_blocks=8, max_overtakes=2)
+    line = line_of(num_blocks=8)
     large = make(4 * 16, destination="slow")
     line.add(large)
     for num_lent in (2, 3):
