@@ -191,7 +191,7 @@ class RunningBatch:
 
     @property
     def wait_ratio(self) -> float:
-        """How long the worst-off prompt waits, of prompts that are being computed or wait for that; 0 = there is none."""
+        """How long the worst-off prompt waits, of prompts being computed or waiting for that; 0 = there is none."""
         lacking = [
             (each, num_tokens)
             for each in (*self._running, *self._waiting, *self._prompts_beside)

@@ -177,7 +177,7 @@ class StepResult:
     """What a step drew, and the time that this took."""
 
     outputs: Sequence[tuple[Sampled, ...]]
-    """Per chunk in order, one `Sampled` for each of its `samples`."""
+    """Per chunk in order, a `Sampled` for each of its `samples`."""
     seconds: float
     scored: Mapping[int, Scores] = field(default_factory=dict)
     """By number of chunk, for chunks that have `scored`."""

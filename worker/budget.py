@@ -79,7 +79,7 @@ class _FixedCost:
 
 
 class ChunkBudget:
-    """The chunk budget of one worker that decodes."""
+    """The chunk budget of a worker that decodes."""
 
     def __init__(
         self,

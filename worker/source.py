@@ -35,7 +35,7 @@ class BatchedStep:
     chunks: tuple[Pair, ...]
     """In the order of `step.chunks`."""
     planned: tuple[Request, ...]
-    """Requests in it that may not have been in a step before."""
+    """Requests of the step that may not have been in a step before."""
 
     @property
     def seqs(self) -> tuple[Pair, ...]:

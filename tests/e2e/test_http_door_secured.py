@@ -92,24 +92,6 @@ def test_a_streamed_chat_is_the_routers_own(client: openai.OpenAI, direct: Clien
     assert len(chunks) > 4
 
 
-def test_a_required_tool_is_called(client: openai.OpenAI) -> None:
-    city = {"type": "object", "properties": {"city": {"enum": ["Paris", "Rome"]}}, "required": ["city"]}
-    weather = {"name": "weather", "description": "of a city", "parameters": city | {"additionalProperties": False}}
-    tool: Any = {"type": "function", "function": weather}
-
-    answer = client.chat.completions.create(tools=[tool], tool_choice="required", max_tokens=800, **GREEDY)
-
-    assert [call.function.name for call in answer.choices[0].message.tool_calls or ()] == ["weather"]
-
-
-def test_a_caller_that_leaves_cancels(client: openai.OpenAI, direct: Client) -> None:
-    stream = client.chat.completions.create(max_tokens=900, stream=True, **GREEDY)
-    next(iter(stream))
-    stream.close()
-
-    assert becomes_idle(direct)
-
-
 def test_a_refusal_of_the_router_comes_through(client: openai.OpenAI) -> None:
     with pytest.raises(openai.BadRequestError) as refused:
         client.chat.completions.create(max_tokens=4, extra_body={"regex": "(a"}, **GREEDY)

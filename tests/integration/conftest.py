@@ -7,10 +7,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from tandem.types import TokenId
 from tests import fake_model
+from tests.byte_tokenizer import make_byte_tokenizer
 from tests.fake_worker import FakeWorker
 
 EOS = TokenId(256)
@@ -35,13 +35,7 @@ def byte_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model folder without weights: a byte-level tokenizer, and one special token that ends a text."""
     path = tmp_path_factory.mktemp("models") / "tiny"
     path.mkdir()
-    # Byte b is token b, so that tests can read tokens as text.
-    alphabet = _byte_alphabet()
-    vocab = {char: byte for byte, char in enumerate(alphabet)}
-    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens(["<eos>"])
+    tokenizer = make_byte_tokenizer()
     assert tokenizer.token_to_id("<eos>") == EOS
     tokenizer.save(str(path / "tokenizer.json"))
     config = {"model_type": "llama", "vocab_size": VOCAB_SIZE, "max_position_embeddings": CONTEXT_TOKENS}
@@ -51,10 +45,3 @@ def byte_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     template = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}assistant:"
     (path / "tokenizer_config.json").write_text(json.dumps({"chat_template": template, "eos_token": "<eos>"}))
     return path
-
-
-def _byte_alphabet() -> list[str]:
-    """The character that byte-level tokenizers write for each byte (GPT-2's table)."""
-    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    others = iter(range(256, 512))
-    return [chr(byte) if byte in printable else chr(next(others)) for byte in range(256)]

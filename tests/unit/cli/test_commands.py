@@ -19,7 +19,8 @@ from cli.status_view import view
 from cli.terminal import open_console, print_whole, table
 from models.files.checkpoint import DEMO, resolve_model
 from tandem.client import ClusterStatus, SamplingOptions, WorkerStatus
-from tandem.types import Incarnation, PoolCounts, Role, WorkerId, WorkerInfo, WorkerLoad
+from tandem.types import PoolCounts, Role, WorkerId, WorkerLoad
+from tests.registering import INFO
 
 COMMANDS = ("serve", "router", "prefill", "decode", "generate", "chat", "status", "health", "bench", "plan", "doctor")
 
@@ -32,9 +33,7 @@ def flags(*argv: str) -> Any:
 
 def worker(worker_id: str, role: Role, *, draining: bool = False, connected: bool = True) -> WorkerStatus:
     pool = PoolCounts(10, 4, 1, 1, 3, 1, 16, 7)
-    info = WorkerInfo(
-        WorkerId(worker_id), Incarnation("i"), role, "127.0.0.1:9", "demo", "c", "m", "l", ("shm",), 0, 4096, 77, "cpu"
-    )
+    info = replace(INFO, worker_id=WorkerId(worker_id), role=role)
     return WorkerStatus(info, WorkerLoad(1234, 2, 3, 99, pool, 5, draining), 0.26, connected)
 
 

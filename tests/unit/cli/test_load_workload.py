@@ -46,11 +46,6 @@ def test_requests_fit_the_context() -> None:
     assert {(len(request.token_ids), request.max_tokens) for request in planned} == {(75, 25)}
 
 
-def test_arrivals_do_not_depend_on_the_lengths() -> None:
-    one, other = plan(OPTIONS, 50, 512, NEVER), plan(replace(OPTIONS, prompt_tokens=30), 50, 512, NEVER)
-    assert [request.at_s for request in one] == [request.at_s for request in other]
-
-
 def test_warm_up_repeats_a_short_plan_as_often_as_needed() -> None:
     planned = plan(replace(OPTIONS, num_requests=2), 50, 512, NEVER)
     assert len(warm_up(replace(OPTIONS, num_warmup=5), planned)) == 5

@@ -6,12 +6,13 @@ from random import Random
 from typing import Any
 
 import pytest
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import Tokenizer, decoders, models
 
 from router.placement import Obstacle, WorkerView
 from router.prefix_map import PrefixMap
 from router.workers import Workers
 from tandem.types import Incarnation, PoolCounts, Role, WorkerId, WorkerInfo, WorkerLoad
+from tests.byte_tokenizer import make_byte_tokenizer
 from tests.manual_clock import ManualClock
 from tests.registering import INFO
 
@@ -110,15 +111,7 @@ def workers(clock: ManualClock, events: list[tuple[str, str]]) -> Workers:
 
 @pytest.fixture(scope="session")
 def byte_tokenizer() -> Tokenizer:
-    """Byte b is token b; 256 is the special token <eos>."""
-    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    others = iter(range(256, 512))
-    alphabet = [chr(byte) if byte in printable else chr(next(others)) for byte in range(256)]
-    tokenizer = Tokenizer(models.BPE(vocab={char: byte for byte, char in enumerate(alphabet)}, merges=[]))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens(["<eos>"])
-    return tokenizer
+    return make_byte_tokenizer()
 
 
 @pytest.fixture(scope="session")

@@ -10,6 +10,7 @@ from router.ejection import (
     FIRST_BACKOFF_S,
     IN_A_ROW,
     MAX_BACKOFF_S,
+    MOST_OF_WINDOW,
     WINDOW,
     Ejections,
 )
@@ -31,6 +32,14 @@ def test_a_few_failures_in_a_row_set_aside_and_a_success_between_them_does_not()
     assert ejections.burden(P, 0.0) == 0
     assert ejections.failed(P, 0.0) == FIRST_BACKOFF_S
     assert ejections.burden(P, 0.0) == 1
+
+
+def test_every_second_failure_sets_aside_as_well() -> None:
+    ejections = Ejections()
+    for _ in range(MOST_OF_WINDOW - 1):
+        assert ejections.failed(P, 0.0) is None
+        ejections.succeeded(P)
+    assert ejections.failed(P, 0.0) == FIRST_BACKOFF_S
 
 
 def test_one_failure_in_many_is_forgotten() -> None:

@@ -84,10 +84,11 @@ def test_the_current_span_is_the_parent_itself_where_it_is_the_one_named(recorde
     assert not parent.is_remote
 
 
-def test_it_says_what_was_asked_and_what_came(recorded: RecordedSpans) -> None:
-    begin(recorded).hear(DONE)
+@pytest.mark.parametrize(("is_chat", "operation"), [(False, "text_completion"), (True, "chat")])
+def test_it_says_what_was_asked_and_what_came(recorded: RecordedSpans, is_chat: bool, operation: str) -> None:
+    begin(recorded, replace(BEGAN, is_chat=is_chat)).hear(DONE)
     assert recorded.attributes("generate") == {
-        "gen_ai.operation.name": "text_completion",
+        "gen_ai.operation.name": operation,
         "gen_ai.provider.name": "tandem",
         "gen_ai.request.model": "demo",
         "gen_ai.request.max_tokens": 20,
@@ -102,11 +103,6 @@ def test_it_says_what_was_asked_and_what_came(recorded: RecordedSpans) -> None:
         "tandem.priority": 3,
     }
     assert recorded.failure("generate") is None
-
-
-def test_a_chat_is_called_one(recorded: RecordedSpans) -> None:
-    begin(recorded, replace(BEGAN, is_chat=True)).hear(DONE)
-    assert recorded.attributes("generate")["gen_ai.operation.name"] == "chat"
 
 
 def requested(recorded: RecordedSpans, sampling: SamplingParams) -> dict[str, object]:
@@ -191,20 +187,18 @@ def test_placements_moves_and_the_first_token_are_events(recorded: RecordedSpans
     assert (recorded.one("generate").attributes or {})["tandem.placement.reason"] == "local_held"
 
 
-def test_a_failure_is_an_error_with_its_reason_and_without_its_message(recorded: RecordedSpans) -> None:
+@pytest.mark.parametrize(
+    ("end", "failure"),
+    [(RequestEnded(3, error=DeadlineExceeded("a secret prompt")), "DEADLINE_EXCEEDED"), (RequestEnded(3), "cancelled")],
+)
+def test_a_failure_is_an_error_with_its_reason_and_without_its_message(
+    recorded: RecordedSpans, end: RequestEnded, failure: str
+) -> None:
     request = begin(recorded)
     request.hear(Admitted())
-    request.hear(RequestEnded(3, error=DeadlineExceeded("a secret prompt")))
-    assert recorded.failure("generate") == "DEADLINE_EXCEEDED"
-    assert recorded.failure("queue") is None
+    request.hear(end)
+    assert (recorded.failure("generate"), recorded.failure("queue")) == (failure, None)
     assert "secret" not in recorded.one("generate").to_json()
-
-
-def test_a_cancel_is_an_error_that_says_so(recorded: RecordedSpans) -> None:
-    request = begin(recorded)
-    request.hear(Admitted())
-    request.hear(RequestEnded(3))
-    assert recorded.failure("generate") == "cancelled"
 
 
 def test_a_request_that_is_not_admitted_fails_in_the_queue(recorded: RecordedSpans) -> None:

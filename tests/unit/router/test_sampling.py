@@ -133,6 +133,10 @@ def test_what_does_not_fit_is_refused(
         (Options(beam_width=0), "sampling.beam_width"),
         (Options(beam_width=LIMITS.max_beam_width + 1), "sampling.beam_width"),
         (Options(beam_width=4, length_penalty=10.5), "sampling.length_penalty"),
+        (Options(choice=()), "sampling.choice"),
+        (Options(json_schema="{}", regex="a"), "sampling.json_schema"),
+        (Options(regex="a" * (LIMITS.max_schema_bytes + 1)), "sampling.regex"),
+        (Options(choice=("é" * (LIMITS.max_schema_bytes // 2), "e")), "sampling.choice"),
     ],
 )
 def test_bad_values_are_refused_by_name(info: CheckpointInfo, options: Options, field: str) -> None:
@@ -200,23 +204,6 @@ def test_a_constraint_is_taken_as_it_is_and_ends_with_the_text(
 
     assert sampling.constraint == constraint
     assert sampling.end_token_ids == info.eos_token_ids
-
-
-@pytest.mark.parametrize(
-    ("options", "field"),
-    [
-        (Options(choice=()), "sampling.choice"),
-        (Options(json_schema="{}", regex="a"), "sampling.json_schema"),
-        (Options(regex="a" * (LIMITS.max_schema_bytes + 1)), "sampling.regex"),
-        (Options(choice=("é" * (LIMITS.max_schema_bytes // 2), "e")), "sampling.choice"),
-    ],
-    ids=["empty", "two", "too large", "too large together"],
-)
-def test_a_constraint_that_cannot_be_taken_is_refused(info: CheckpointInfo, options: Options, field: str) -> None:
-    with pytest.raises(InvalidRequest) as refused:
-        resolve(options, info)
-
-    assert refused.value.field == field
 
 
 def test_a_model_that_cannot_end_a_text_takes_no_constraint(info: CheckpointInfo) -> None:

@@ -10,6 +10,7 @@ from shell.rpc.address import advertised_address, advertised_admin_address
 def test_the_bound_port_replaces_port_zero() -> None:
     assert advertised_address("127.0.0.1:0", None, 4711) == "127.0.0.1:4711"
     assert advertised_address("0.0.0.0:0", "worker.local:0", 4711) == "worker.local:4711"
+    assert advertised_address("0.0.0.0:1", "worker.local:9", 1) == "worker.local:9"
 
 
 def test_a_wildcard_is_told_as_the_machines_name() -> None:

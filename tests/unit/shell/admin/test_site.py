@@ -17,8 +17,8 @@ from shell.admin.site import HEADERS, Site
 from shell.rpc.health import HealthServicer
 from tandem.cluster_status import ClusterStatus
 from tandem.security.tokens import Tokens
-from tandem.types import Incarnation, PoolCounts, Role, WorkerId, WorkerInfo, WorkerLoad
 from tests.pki import OTHER_TOKEN, TOKEN, Pki
+from tests.registering import IDLE, INFO
 
 CLUSTER = ClusterStatus("demo", True, "", 1, 2, 3, ())
 TARGETS = (ScrapeTarget("h:1", "router"), ScrapeTarget("h:2", "decode", "decode-0"), ScrapeTarget("", "prefill", "p"))
@@ -73,16 +73,13 @@ def test_the_status_is_what_the_router_reports(get: Get) -> None:
 
 
 def test_a_worker_reports_itself(content: AdminContent) -> None:
-    info = WorkerInfo(
-        WorkerId("d"), Incarnation("i"), Role.DECODE, "a:1", "demo", "c", "m", "l", ("shm",), 0, 99, 7, "cpu"
-    )
-    load = WorkerLoad(5, 2, 0, 0, PoolCounts(4, 3, 0, 0, 1, 0, 16, 0), 0, draining=False)
-    report = WorkerReport(process=info.role, version="1", uptime_s=2.0, ready=True, info=info, load=load)
+    load = replace(IDLE, pool=replace(IDLE.pool, live=1))
+    report = WorkerReport(process=INFO.role, version="1", uptime_s=2.0, ready=True, info=INFO, load=load)
     get = site_of(replace(content, report=lambda: report, targets=None))
 
     told = json.loads(body_of(get("/status.json")))
 
-    assert (told["process"], told["info"]["worker_id"], told["load"]["pool"]["live"]) == ("decode", "d", 1)
+    assert (told["process"], told["info"]["worker_id"], told["load"]["pool"]["live"]) == ("decode", "decode-0", 1)
     assert get("/targets").status == 404
 
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 import socket
 import threading
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack
 from pathlib import Path
+from typing import Any
 
 import grpc
 import grpc.aio
@@ -114,19 +115,22 @@ async def test_a_caller_who_trusts_the_authority_is_served(port: Port, pki: Pki)
     await port.call(pki.caller())
 
 
-async def test_a_server_of_an_unknown_authority_is_refused_by_its_caller(port: Port, pki: Pki, stranger: Pki) -> None:
-    await port.open(Incoming(pki.server(pki.issue())))
+@pytest.mark.parametrize(
+    ("issued", "called_by", "said"),
+    [
+        ({}, lambda pki, stranger: stranger.caller(), "no authority"),
+        ({"days": -1}, lambda pki, stranger: pki.caller(), "has expired"),
+        (None, lambda pki, stranger: pki.caller(), "does not speak TLS"),
+    ],
+    ids=["unknown authority", "expired", "plain port"],
+)
+async def test_a_server_that_its_caller_cannot_trust_is_refused_with_the_reason(
+    port: Port, pki: Pki, stranger: Pki, issued: Any, called_by: Callable[[Pki, Pki], ClientTls], said: str
+) -> None:
+    await port.open(Incoming() if issued is None else Incoming(pki.server(pki.issue(**issued))))
 
-    with pytest.raises(Unavailable, match="no authority") as refused:
-        await port.call(stranger.caller())
-    assert refused.value.reason is Reason.TLS_FAILED
-
-
-async def test_an_expired_certificate_is_refused(port: Port, pki: Pki) -> None:
-    await port.open(Incoming(pki.server(pki.issue(days=-1))))
-
-    with pytest.raises(Unavailable, match="has expired") as refused:
-        await port.call(pki.caller())
+    with pytest.raises(Unavailable, match=said) as refused:
+        await port.call(called_by(pki, stranger))
     assert refused.value.reason is Reason.TLS_FAILED
 
 
@@ -145,14 +149,6 @@ async def test_a_plain_caller_of_a_tls_port_is_told_what_may_be_missing(port: Po
 
     with pytest.raises(Unavailable, match="does the server want TLS"):
         await port.call(None)
-
-
-async def test_a_tls_caller_of_a_plain_port_is_told_so(port: Port, pki: Pki) -> None:
-    await port.open(Incoming())
-
-    with pytest.raises(Unavailable, match="does not speak TLS") as refused:
-        await port.call(pki.caller())
-    assert refused.value.reason is Reason.TLS_FAILED
 
 
 async def test_with_mutual_tls_only_certificates_of_the_authority_are_let_in(

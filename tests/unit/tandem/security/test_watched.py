@@ -74,12 +74,6 @@ def test_a_broken_file_leaves_the_old_value_and_is_warned_of_once(
     assert [watched.get() for _ in range(3)] == [1, 1, 1]
     assert [record.levelname for record in caplog.records] == ["WARNING"]
     assert caplog.records[0].fields == {"what": "a number", "why": "--file: holds no number"}  # type: ignore[attr-defined]
-
-
-def test_what_is_broken_is_not_read_over_and_over(watched: Watched[int], reader: Reader) -> None:
-    replace_file(str(reader.path), b"no number")
-
-    assert [watched.get() for _ in range(3)] == [1, 1, 1]
     assert reader.num_reads == 2
 
 
