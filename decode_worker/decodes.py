@@ -45,7 +45,7 @@ from worker.waits import Wait
 
 
 class Decodes:
-    """The decodes of one worker. A `DecodeSource`, and a `TransferOwner`."""
+    """The decodes of a worker. A `DecodeSource`, and a `TransferOwner`."""
 
     def __init__(
         self,

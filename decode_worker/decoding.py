@@ -184,7 +184,7 @@ class Decoding:
         return copies
 
     def _grow(self, rows: npt.NDArray[np.intp]) -> None:
-        """One more block for each of these rows."""
+        """Adds a block to each of these rows."""
         if not len(rows):
             return
         blocks = self._cache.allocate(len(rows))

@@ -51,7 +51,7 @@ class TransferPolicy:
 
 
 class TransferOwner(Protocol):
-    """Is told how a transfer ended: exactly one of the first two, unless it was withdrawn."""
+    """Learns how a transfer ended: by exactly one of the first two calls, unless the transfer was withdrawn."""
 
     def received(self, request: Request, block_ids: Sequence[BlockId], first_tokens: FirstTokens) -> None:
         """Verified: LIVE blocks that hold what the group lacked of its prefix, for the owner to release; and one token
@@ -66,7 +66,7 @@ class TransferOwner(Protocol):
 
 
 class IncomingTransfers:
-    """The transfers into one pool that may still make a request runnable."""
+    """The transfers into a pool that may still make a request runnable."""
 
     def __init__(
         self,
@@ -94,12 +94,12 @@ class IncomingTransfers:
 
     @property
     def num_seqs(self) -> int:
-        """Sequences that wait for them."""
+        """Sequences that wait for transfers."""
         return sum(request.group.num_seats for request in self._transfers)
 
     @property
     def requests(self) -> Collection[Request]:
-        """Who waits for them."""
+        """Requests that wait for transfers."""
         return self._transfers.keys()
 
     def offer(self, request: Request) -> Offer:
@@ -143,12 +143,12 @@ class IncomingTransfers:
 
 
 class IncomingTransfer:
-    """One hand-off's `HandoffListener`."""
+    """The `HandoffListener` of a hand-off."""
 
     def __init__(
         self, request: Request, block_ids: Sequence[BlockId], commit_by: Deadline, transfers: IncomingTransfers
     ) -> None:
-        """`block_ids` are RESERVED, and this transfer's until it ends."""
+        """`block_ids` are RESERVED, and this transfer's until its end."""
         self.commit_by = commit_by
         self._request = request
         self._block_ids = block_ids
@@ -193,7 +193,7 @@ class IncomingTransfer:
             self._all.owner.transfer_failed(request, failure)
 
     def on_failed(self, error: TransferError) -> None:
-        """Frees blocks that nobody could write into, quarantines the others."""
+        """Frees blocks that nobody could write into, quarantines all other blocks."""
         if self._state is TransferState.OFFERED:
             self._advance(TransferState.FAILED)
             self._release()
@@ -204,7 +204,7 @@ class IncomingTransfer:
             self._all.owner.transfer_failed(self._request, error)
 
     def on_writer_stopped(self) -> None:
-        """Frees quarantined blocks; of others there is nothing left to free."""
+        """Frees quarantined blocks; all other blocks are free already."""
         if self._state is TransferState.QUARANTINED:
             self._advance(TransferState.FAILED)
             self._all.pool.writer_stopped(self._block_ids)

@@ -120,7 +120,7 @@ class RunningBatch:
                 yield request, WaitReason.PREEMPTED
 
     def join(self, request: Request) -> None:
-        """It waits for its first step here; it brings its blocks, if it has any."""
+        """Adds a request that waits for its first step here, with its blocks, if any."""
         self._requests.add(request)
         bisect.insort(self._waiting, request, key=lambda each: each.rank)
 
@@ -132,14 +132,16 @@ class RunningBatch:
             self._give_back(request)
 
     def suspend(self, request: Request) -> None:
-        """It takes part in no further step; it stays here, with its blocks. What steps in flight bring is applied."""
+        """Bars a request from further steps; the request stays here, with its blocks. What steps in flight bring is
+        applied.
+        """
         self._decoding.leave(request)
         for line in (self._running, self._waiting):
             if request in line:
                 line.remove(request)
 
     def choice_ended(self, request: Request, choice: Sequence) -> None:
-        """As `leave`, for one of several choices."""
+        """Forgets a choice of several; see `leave`."""
         self._decoding.choice_left(request, choice)
         request.group.remember_sequence(choice, self._cache)
         self.releases.release([choice.take_blocks()])
@@ -189,7 +191,7 @@ class RunningBatch:
 
     @property
     def wait_ratio(self) -> float:
-        """Of the prompts that are being computed, or wait for that, how long the worst off waits; 0 = there is none."""
+        """How long the worst-off prompt waits, of prompts being computed or waiting for that; 0 = there is none."""
         lacking = [
             (each, num_tokens)
             for each in (*self._running, *self._waiting, *self._prompts_beside)
@@ -287,5 +289,5 @@ def _num_prompt_tokens_left(request: Request) -> int:
 
 
 def _is_decode(request: Request, seq: Sequence) -> bool:
-    """Whether its next step computes its newest token, and draws one."""
+    """Whether the next step computes the sequence's newest token, and draws the next token."""
     return request.group.is_forked and seq.num_remaining_tokens == 1

@@ -62,9 +62,9 @@ class Batch:
     draw_rows: torch.Tensor | None
     """`[D]` int64: the row of each draw, as an index into R; None if draw i is from row i."""
     num_rows: int
-    """Decodes: so many of the first seqs, each with one draw."""
+    """Number of decodes: the first seqs, each with a single draw."""
     num_draws: tuple[int, ...]
-    """Of each chunk."""
+    """Number of draws of each chunk."""
     feeds: Feeds | None
     scores: ScorePlan | None = None
     """Given if known tokens are to be scored."""
@@ -91,7 +91,7 @@ class Forward(Protocol):
         metadata: AttentionMetadata,
         sample_rows: torch.Tensor,
     ) -> torch.Tensor:
-        """As `forward`, but for the last projection: returns `[R, E]`."""
+        """Runs `forward` without the last projection: returns `[R, E]`."""
 
     def project(self, hidden: torch.Tensor) -> torch.Tensor:
         """`[R, E]` of `hidden` → logits `[R, V]`, in memory that the caller may write."""

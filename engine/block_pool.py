@@ -53,7 +53,7 @@ class BlockPool:
         self.num_blocks: Final = num_blocks
         """All blocks, free or not."""
         self.block_size: Final = block_size
-        """Token slots of one block."""
+        """Token slots of a block."""
         self._free = [BlockId(block) for block in range(num_blocks - 1, -1, -1)]
         self._state = bytearray(num_blocks)  # _FREE == 0
         self._ref_count = array("i", bytes(4 * num_blocks))
@@ -94,7 +94,7 @@ class BlockPool:
         return self._generations[np.asarray(blocks, np.intp)].astype(np.uint64)
 
     def ref_count(self, block: BlockId) -> int:
-        """Holders of the block; 0 if it is free, cached or quarantined."""
+        """Holders of the block; 0 for a free, cached or quarantined block."""
         return self._ref_count[block]
 
     def num_held(self, blocks: Sequence[BlockId]) -> int:
@@ -193,10 +193,9 @@ class BlockPool:
         self._move_all(indices, _LIVE)
 
     def writer_stopped(self, blocks: Sequence[BlockId]) -> None:
-        """Nobody can write into these blocks any more and they were never verified.
-
-        QUARANTINED blocks become free. RECEIVING blocks become free when their holder releases
-        them. RESERVED blocks never had a writer: nothing to do.
+        """Ends the time in which a writer could reach these blocks, which were never verified. QUARANTINED blocks
+        become free. RECEIVING blocks become free when their holder releases them. RESERVED blocks never had a
+        writer: nothing to do.
         """
         indices = self._require(blocks, (_QUARANTINED, _RECEIVING, _RESERVED), "writer_stopped")
         states = self._states[indices]

@@ -29,7 +29,7 @@ class FixedChanges:
 
     bias_ids: npt.NDArray[np.int64]
     biases: npt.NDArray[np.float32]
-    """Of each of `bias_ids`."""
+    """Biases of `bias_ids`."""
     end_ids: npt.NDArray[np.int64]
     """Not to be drawn before min_tokens."""
 
@@ -60,7 +60,7 @@ class SampleSpec(NamedTuple):
     mask: TokenMask | None = None
     """Tokens that may be drawn; None = all."""
     fixed: FixedChanges | None = None
-    """Of `params`, if it is kept; None = made where it is needed."""
+    """Changes that `params` fix, if kept; None = made where needed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +77,7 @@ class DrawColumns:
 
     @classmethod
     def of(cls, specs: Sequence[SampleSpec]) -> DrawColumns:
-        """Returns those of `specs`."""
+        """Returns the draws of `specs`."""
         params = [spec.params for spec in specs]
         return cls(
             np.array([0.0 if spec.num_candidates else spec.params.temperature for spec in specs], np.float32),
@@ -94,7 +94,7 @@ class DrawColumns:
         )
 
     def joined(self, others: DrawColumns) -> DrawColumns:
-        """Returns its rows, then those of `others`."""
+        """Returns these rows, then the rows of the second argument."""
         return DrawColumns(
             np.append(self.temperature, others.temperature),
             np.append(self.top_k, others.top_k),
@@ -119,7 +119,7 @@ class Draws:
 
     @classmethod
     def of(cls, specs: Sequence[SampleSpec]) -> Draws:
-        """Returns those of `specs`."""
+        """Returns the draws of `specs`."""
         indexes = np.array([spec.output_index for spec in specs], np.int64)
         return cls(DrawColumns.of(specs), indexes, tuple(enumerate(specs)))
 

@@ -26,7 +26,7 @@ MAX_FAILURES = 8
 
 
 class EngineBroken(StepFailed):
-    """No step ends well any more; only a new process helps."""
+    """Every further step fails; only a new process helps."""
 
 
 class FeederFailed(StepFailed):
@@ -34,7 +34,7 @@ class FeederFailed(StepFailed):
 
 
 class EngineThread:
-    """Runs steps on `executor`'s one thread; owns both."""
+    """Runs steps on `executor`'s thread; owns executor and thread."""
 
     def __init__(self, runner: Runner, executor: ThreadPoolExecutor) -> None:
         self.num_steps = 0
@@ -149,4 +149,4 @@ class _Launch:
     loop: asyncio.AbstractEventLoop
     ended: asyncio.Future[StepResult]
     is_fed: bool
-    """Whether it takes tokens or blocks from the step launched before it."""
+    """Whether the step takes tokens or blocks from the step launched before."""

@@ -35,15 +35,16 @@ _log = get_logger(__name__)
 MAX_KEPT_GRAMMARS = 32
 """Compiled ones, for requests to come. The largest take some ten megabytes each."""
 MASKS_WITHIN_S = 0.002
-"""That a step waits for the masks of those who drew in the one before; it then goes on without them."""
+"""Time that a step waits for the masks of choices that drew in the step before; the step then goes on without these
+masks."""
 _MAX_MASK_THREADS = 8
 _STACK_BYTES = 64 * 1024 * 1024
-"""Of the thread that compiles: more than in the router's check (`router.grammar_check`), since grammars nest."""
+"""Stack of the thread that compiles: more than in the router's check (`router.grammar_check`), since grammars nest."""
 Lost = Callable[[TandemError], None]
 
 
 class Guide:
-    """One choice's place in its grammar."""
+    """A choice's place in its grammar."""
 
     __slots__ = ("_lost", "_matcher", "_untaken", "constraint", "mask")
 
@@ -68,7 +69,7 @@ class Guide:
         return twin
 
     def leaves_only(self, token_ids: Iterable[TokenId]) -> bool:
-        """Whether the mask allows none but these."""
+        """Whether the mask allows no token beside `token_ids`."""
         if self.mask is None:
             raise InternalError("a draw before its mask is there")
         others = self.mask.copy()
@@ -83,7 +84,7 @@ class Guide:
         return self._matcher
 
     def settle(self, mask: TokenMask) -> bool:
-        """Takes the mask that was made of `take`; False if the choice cannot go on, whose request has been told."""
+        """Takes the mask that was made of `take`; False if the choice cannot go on, and `lost` was called."""
         if mask.any() and not self._matcher.is_error():
             self.mask = mask
             return True
@@ -96,7 +97,7 @@ class Guide:
 
 
 class Guides:
-    """Those of one worker."""
+    """The guides of a worker."""
 
     def __init__(self, compiler: GrammarCompiler) -> None:
         self._compiler = compiler
@@ -135,7 +136,7 @@ class Guides:
         asyncio.get_running_loop().run_in_executor(self._compiling, work).add_done_callback(done)
 
     def follow(self, guides: Iterable[Guide | None]) -> None:
-        """Those without a mask have new tokens: it is made after the next `start`. The others are left alone."""
+        """Queues guides without a mask, which have new tokens: the next `start` makes their masks."""
         self._behind.extend(each for each in guides if each is not None and each.mask is None)
 
     def start(self, on_made: Callable[[], None]) -> None:

@@ -1,6 +1,7 @@
 """From options to an engine ready to step: model, KV cache, block pool, engine thread.
 
-Both workers start here. Loading runs on the engine thread itself (see `engine.placement`).
+Both workers start here. Loading runs on the engine thread itself, which keeps the whole process at one pool of threads.
+Cores and priority are the process's own: `cli.launch` sets them before anything starts.
 """
 
 from __future__ import annotations
@@ -8,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,7 +23,6 @@ from engine.graphs import CAPTURABLE, CudaCapturer, DecodeGraphs, batch_sizes, c
 from engine.host_tier import HostTier
 from engine.kv_cache import KvCache
 from engine.memory import available_memory_bytes, blocks_that_fit, check_memory, ring_rows_for, seqs_of
-from engine.placement import open_engine_executor
 from engine.prefix_cache import PrefixCache
 from engine.runner import Runner
 from engine.warm_up import StepSizes, warm_up
@@ -111,6 +112,17 @@ class Engine:
         if self.tier is not None:
             self.tier.close()
         self.kv_cache.close()
+
+
+def open_engine_executor(threads: int | None = None) -> ThreadPoolExecutor:
+    """Starts the thread that models are loaded and stepped on; the caller shuts it down.
+
+    `threads`: how many of torch's compute with that thread; None leaves torch's setting.
+    """
+    executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="tandem-engine")
+    if threads is not None:
+        executor.submit(torch.set_num_threads, threads).result()
+    return executor
 
 
 def load_engine(config: WorkerConfig, role: EngineRole = ANY_ROLE) -> Engine:

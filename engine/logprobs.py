@@ -36,7 +36,7 @@ class BestTokens:
     """`[r]`: of the token that was drawn."""
 
     def fetch(self, to_host: Callable[[torch.Tensor], torch.Tensor]) -> BestTokens:
-        """The same with each tensor as `to_host` gives it."""
+        """Returns a copy whose tensors `to_host` moved."""
         drawn = None if self.drawn is None else to_host(self.drawn)
         return BestTokens(self.plan, to_host(self.values), to_host(self.token_ids), drawn)
 
@@ -123,7 +123,7 @@ def tiles(num_rows: int, logits: torch.Tensor) -> Iterator[tuple[int, int]]:
 def _best_and_given(
     logits: torch.Tensor, token_ids: torch.Tensor, k: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """As `best_and_given`, of one tile."""
+    """Computes `best_and_given` of a tile."""
     scores, log_mass = _log_probabilities(logits)  # [r, V], [r, 1]
     given = scores.gather(1, token_ids[:, None].clamp(min=0))  # [r, 1]
     values, indices = largest(scores, k)

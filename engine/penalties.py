@@ -33,7 +33,7 @@ _MASK_WORD_BITS = 32
 
 
 def changes_logits(spec: SampleSpec) -> bool:
-    """Whether `LogitChanges` would do anything for it."""
+    """Whether `LogitChanges` would change the draw's logits."""
     return bool(spec.params.logit_bias or spec.output_index < spec.params.min_tokens or reads_output(spec.params))
 
 
@@ -188,7 +188,7 @@ _Arrays: TypeAlias = tuple[npt.NDArray[np.generic], ...]
 
 
 def _repetition_arrays(rows: Sequence[_Row], fed_by: Mapping[int, int]) -> _Arrays:
-    """As in `_Repetition`."""
+    """Returns the arrays of a `_Repetition`."""
     histories = [_history(spec) for _, spec in rows]
     prompts, outputs = [each.prompt_ids for each in histories], [each.output_ids for each in histories]
     fed = [number in fed_by for number, _ in rows]
@@ -204,7 +204,7 @@ def _repetition_arrays(rows: Sequence[_Row], fed_by: Mapping[int, int]) -> _Arra
 
 
 def _counted_arrays(rows: Sequence[_Row], fed_by: Mapping[int, int]) -> _Arrays:
-    """As in `_Counted`."""
+    """Returns the arrays of a `_Counted`."""
     rows = sorted(rows, key=lambda row: row[0] not in fed_by)
     histories = [_history(spec) for _, spec in rows]
     ids = [each.output_ids for each in histories]
@@ -230,7 +230,7 @@ def _counted_arrays(rows: Sequence[_Row], fed_by: Mapping[int, int]) -> _Arrays:
 
 
 def _bias_arrays(rows: Sequence[_Row]) -> _Arrays:
-    """As in `_Entries`."""
+    """Returns the arrays of `_Entries`."""
     fixed = [_fixed(spec) for _, spec in rows]
     ids = [each.bias_ids for each in fixed]
     biases = np.concatenate([np.empty(0, dtype=np.float32), *(each.biases for each in fixed)])
@@ -238,7 +238,7 @@ def _bias_arrays(rows: Sequence[_Row]) -> _Arrays:
 
 
 def _end_arrays(rows: Sequence[_Row]) -> _Arrays:
-    """As in `_Entries`."""
+    """Returns the arrays of `_Entries`."""
     ends = [_fixed(spec).end_ids for _, spec in rows]
     ids = _joined(ends)
     return _rows_of(rows, ends), ids, np.full(len(ids), -np.inf, dtype=np.float32)

@@ -26,7 +26,7 @@ _TILE_ROWS = 64
 
 
 class PromptScores:
-    """How far the log-probabilities of one prompt's tokens have been told."""
+    """How far the log-probabilities of a prompt's tokens have been sent."""
 
     def __init__(self, prompt_token_ids: tuple[TokenId, ...] | TokenIds, num_top: int) -> None:
         self._prompt_token_ids = prompt_token_ids
@@ -34,9 +34,8 @@ class PromptScores:
         self._next = 1
 
     def of_chunk(self, start: int, end: int) -> ScoredTokens | None:
-        """What a step is to score that computes the tokens `[start, end)`; None if all of it has been told.
-
-        Raises InternalError if tokens before them were not computed: their logits would be missing.
+        """Returns what a step that computes the tokens `[start, end)` is to score; None if all was sent. Raises
+        InternalError if tokens before were not computed: their logits would be missing.
         """
         first, last = max(start + 1, self._next), min(end, len(self._prompt_token_ids) - 1)
         if first > last:
@@ -46,7 +45,7 @@ class PromptScores:
         return ScoredTokens(self._prompt_token_ids[first : last + 1], first - 1 - start, self._num_top)
 
     def take(self, num_tokens: int) -> int:
-        """So many more are told now; returns the index of the first within the prompt."""
+        """Notes that `num_tokens` more are sent now; returns the index of the first within the prompt."""
         first, self._next = self._next, self._next + num_tokens
         return first
 

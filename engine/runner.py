@@ -57,7 +57,7 @@ class Launched:
     fetched: Drawn | None
     """To be read once `ended` was waited for; None if nothing is drawn."""
     scores: BestTokens | None
-    """As `fetched`, of known tokens; None if none are scored."""
+    """The fetched scores of known tokens; None if none are scored."""
     began: Mark
     ended: Mark
 
@@ -74,7 +74,7 @@ class Runner:
         tier: HostTier | None = None,
         device: Device | None = None,
     ) -> None:
-        """`device` None: the one that the cache lies on."""
+        """`device` None: the cache's device."""
         self._decoder = decoder
         self._graphs = graphs
         self._kernels = kernels

@@ -49,7 +49,7 @@ _MIN_TEMPERATURE = 1e-30
 """Below it float32 runs out of exponents; the draw is the best token well before."""
 _NOT_FED: Mapping[int, int] = MappingProxyType({})
 _NUCLEUS_GUESSES = (64, 1024)
-"""A nucleus is looked for among so many best tokens before the whole vocabulary is sorted."""
+"""How many best tokens are searched for a nucleus before the whole vocabulary is sorted."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +89,7 @@ class Drawn:
     candidates: BestTokens | None = None
 
     def fetch(self, to_host: Callable[[torch.Tensor], torch.Tensor]) -> Drawn:
-        """The same with each tensor as `to_host` gives it."""
+        """Returns a copy whose tensors `to_host` moved."""
         logprobs = None if self.logprobs is None else self.logprobs.fetch(to_host)
         candidates = None if self.candidates is None else self.candidates.fetch(to_host)
         return Drawn(to_host(self.token_ids), logprobs, candidates)

@@ -45,7 +45,7 @@ TokenArray: TypeAlias = MutableSequence[TokenId]
 
 
 def new_token_array(token_ids: SequenceOf[TokenId]) -> TokenArray:
-    """Of these tokens; an array is given back as it is."""
+    """Returns an array of these tokens; an array comes back unchanged."""
     if isinstance(token_ids, TokenIds):
         token_ids = cast("SequenceOf[TokenId]", token_ids.as_array)
     return cast("TokenArray", token_ids if isinstance(token_ids, array) else array("I", token_ids))
@@ -74,12 +74,13 @@ class Sequence:
         """Choices that draw from its last token: itself, or those that are about to fork from it."""
         self.block_table = new_block_table()
         self.num_candidates = num_candidates(params) if params.beam_width else 0
-        """Of each draw: 0 = one token is drawn; else it is a beam, and so many best tokens are."""
+        """Candidates of each draw: 0 = a single token is drawn; else the sequence is a beam that takes this many best
+        tokens."""
         self.runs_ahead = not params.beam_width
         """Whether a step may be launched for it while its last token is pending; False where the host must know the
         token first, as for a token mask: it takes no part in that step."""
         self.guide: Guide | None = None
-        """Its place in the grammar that it follows; see `follow`."""
+        """The sequence's place in its grammar; see `follow`."""
         self._prompt_token_ids = new_token_array(prompt_token_ids)
         self._output_token_ids = list(output_token_ids)
         self.num_pending_tokens = 0
@@ -89,11 +90,12 @@ class Sequence:
         self.num_computed_tokens = 0
         """Tokens whose KV lies in the blocks once every launched step has ended."""
         self.num_ended_tokens = 0
-        """Of those, how many lie there now: no step that computes them is in flight, or may still fail."""
+        """How many of the computed tokens lie there now: no step that computes these is in flight, or may still fail.
+        """
         self.num_cached_tokens = 0
-        """Of computed ones, how many were found in a cache when it last began."""
+        """How many of the computed tokens a cache had when the sequence last began."""
         self.prompt_scores: PromptScores | None = None
-        """Given if the log-probabilities of its prompt are to be told by whoever computes it here."""
+        """Given if the log-probabilities of its prompt are to be sent from here."""
         self.finish_reason: FinishReason | None = None
         """Set once the completion has ended."""
         self._fixed = fixed_changes(params) if has_fixed_changes(params) else None
@@ -113,12 +115,12 @@ class Sequence:
 
     @property
     def output_token_ids(self) -> tuple[TokenId, ...]:
-        """Known completion tokens, those drawn elsewhere included; a copy."""
+        """Known completion tokens, tokens drawn elsewhere included; a copy."""
         return tuple(self._output_token_ids)
 
     @property
     def num_output_tokens(self) -> int:
-        """Known completion tokens, those drawn elsewhere included."""
+        """Known completion tokens, tokens drawn elsewhere included."""
         return len(self._output_token_ids)
 
     @property

@@ -72,7 +72,7 @@ class ScheduledSeq(NamedTuple):
     context_len: int
     block_table: Sequence[BlockId]
     samples: tuple[SampleSpec, ...] = ()
-    """Draws from its logits; several choices may draw from one row."""
+    """Draws from its logits; several choices may draw from the same row."""
     scored: ScoredTokens | None = None
 
 
@@ -111,11 +111,11 @@ class DecodeRows:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One step; never empty."""
+    """A step; never empty."""
 
     chunks: tuple[ScheduledSeq, ...]
     copies: tuple[BlockCopy, ...] = ()
-    """Made as if one after the other: a source that its last holder let go may be a later copy's target."""
+    """Copies, made as if one after the other: a source that its last holder released may be a later copy's target."""
     moves: tuple[TierMove, ...] = ()
     """No block is moved into twice, and none that is moved into is the source of a copy."""
     rows: DecodeRows | None = None
@@ -136,7 +136,7 @@ class StepFailed(InternalError):
 
 
 class SampledToken(NamedTuple):
-    """One drawn token, or one candidate; `logprobs` where they were asked for."""
+    """A drawn token, or a candidate; `logprobs` if asked for."""
 
     token_id: TokenId
     logprobs: TokenLogprobs | None
@@ -152,9 +152,9 @@ class BrokenLogits:
 
 
 Sampled: TypeAlias = tuple[SampledToken, ...] | BrokenLogits
-"""What one SampleSpec brought: one token, or its candidates."""
+"""What a SampleSpec brought: a token, or its candidates."""
 Scores: TypeAlias = tuple[TokenLogprobs, ...] | BrokenLogits
-"""What one ScoredTokens brought: one for each token."""
+"""What a ScoredTokens brought: log-probabilities for each token."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,12 +174,12 @@ class DrawnTokens:
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """What a step drew, and how long it took."""
+    """What a step drew, and the time that this took."""
 
     outputs: Sequence[tuple[Sampled, ...]]
-    """Per chunk in order, one `Sampled` for each of its `samples`."""
+    """Per chunk in order, a `Sampled` for each of its `samples`."""
     seconds: float
     scored: Mapping[int, Scores] = field(default_factory=dict)
-    """By number of chunk, for those that have `scored`."""
+    """By number of chunk, for chunks that have `scored`."""
     drawn: DrawnTokens = DrawnTokens()
     """By number of draw; the first ones are the rows'."""

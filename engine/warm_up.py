@@ -45,7 +45,7 @@ class StepSizes:
     """How large steps become."""
 
     chunk_tokens: int
-    """Tokens of prompts in one step."""
+    """Tokens of prompts in a step."""
     max_seqs: int
     context_tokens: int
     """Longest sequence."""
@@ -66,7 +66,7 @@ def warm_up_steps(sizes: StepSizes, block_size: int) -> tuple[int, tuple[Step, .
         return (ScheduledSeq((TokenId(0),) * num_tokens, context, table, samples),) * count
 
     def prompts(num_tokens: int) -> tuple[ScheduledSeq, ...]:
-        """As few as have so many tokens, or as many as there may be."""
+        """Returns the fewest prompts of `num_tokens` tokens in all, or as many as a step may have."""
         count, rest = divmod(min(num_tokens, sizes.chunk_tokens), longest)
         return (*seqs(count, longest, 0), *(seqs(1, rest, 0) if rest else ()))[: sizes.max_seqs]
 
@@ -74,7 +74,7 @@ def warm_up_steps(sizes: StepSizes, block_size: int) -> tuple[int, tuple[Step, .
         return DecodeRows.of(seqs(max(1, min(count, sizes.max_seqs)), 1, fresh + chunk, spec))
 
     def scored(num_tokens: int) -> tuple[ScheduledSeq, ...]:
-        """The first of these prompts from its second token on."""
+        """Scores the first of these prompts from its second token on."""
         first, *others = prompts(num_tokens)
         known = first.token_ids[1:]
         return (first._replace(scored=ScoredTokens(known, 0, 0) if known else None), *others)
@@ -127,7 +127,7 @@ def _take(steps: tuple[Step, ...], model: LoadedModel, kernels: Kernels, layout:
 
 
 def _allocated_bytes(device: torch.device, *, peak: bool = False) -> int:
-    """Of torch's allocator, now, which is where the peak starts again, or at the most since; 0 on a CPU."""
+    """Bytes of torch's allocator: now, where the peak starts again, or the peak since; 0 on a CPU."""
     if device.type != "cuda":
         return 0
     if peak:

@@ -48,7 +48,7 @@ class PromptPolicy:
 
 
 class Prompts:
-    """The prompts of one worker. A `PromptSource`, and an `OutgoingOwner`."""
+    """The prompts of a worker. A `PromptSource`, and an `OutgoingOwner`."""
 
     def __init__(
         self,

@@ -79,7 +79,7 @@ class _FixedCost:
 
 
 class ChunkBudget:
-    """The chunk budget of one worker that decodes."""
+    """The chunk budget of a worker that decodes."""
 
     def __init__(
         self,
@@ -100,10 +100,10 @@ class ChunkBudget:
         self._decode_s: dict[int, float] = {}
         """By size class: decode steps of `[2**(c-1), 2**c)` sequences."""
         self._prompts = TokenRate()
-        """Of prompts, alone and beside decodes, without the time that these take."""
+        """The rate of prompts, alone and beside decodes, without the time that decodes take."""
         self._fixed = _FixedCost()
         self._num_decodes = 0
-        """Of the last step that had any."""
+        """Decodes of the last step with decodes."""
         self.num_prompt_tokens = 0
         """Prompt tokens that were computed so far."""
 

@@ -15,16 +15,25 @@ All calls on the loop; none awaits but `run` and `drained`. Knows no gRPC.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 
+from engine.guides import Guide
 from shell.clock import Deadline
 from shell.telemetry.events import SequenceArrived, SequenceEnded
 from shell.telemetry.logging import get_logger
 from shell.telemetry.trace_context import trace_id_of
-from tandem.errors import DeadlineExceeded, InternalError, InvalidRequest, Reason, TandemError, Unavailable
+from tandem.errors import (
+    DeadlineExceeded,
+    InternalError,
+    InvalidRequest,
+    Reason,
+    TandemError,
+    Unavailable,
+    UnsupportedOption,
+)
 from tandem.types import GroupSpec, Handle, WorkerLoad
 from worker.budget import ChunkBudget
-from worker.constraints import begin_guides
 from worker.parts import WorkerParts
 from worker.ports import Destination, RouterPort
 from worker.releases import BlockReleases
@@ -82,14 +91,14 @@ class Worker:
         request = self._new(self._decodes, session, handle, spec, None)
         request.owes_prefill_done = local_prefill
         request.max_local_tokens = max_local_tokens if local_prefill else None
-        begin_guides(self._parts.guides, request, self._enter, self.end)
+        self._follow_grammar(request)
 
     def prefill(self, session: RouterPort, handle: Handle, spec: GroupSpec, destination: str) -> None:
         """Puts a prompt for another worker in line. Raises what makes this worker refuse it."""
         if self._prompts is None:
             raise InvalidRequest("prefill", "this is a decode worker")
         request = self._new(self._prompts, session, handle, spec, destination)
-        begin_guides(self._parts.guides, request, self._enter, self.end)
+        self._follow_grammar(request)
 
     def _new(
         self, source: Source, session: RouterPort, handle: Handle, spec: GroupSpec, destination: str | None
@@ -116,6 +125,26 @@ class Worker:
         self._idle.clear()
         source.add(request)
         return request
+
+    def _follow_grammar(self, request: Request) -> None:
+        """Enters a request once each of its choices has its place in the grammar; at once without a constraint.
+
+        If a choice cannot follow the grammar, then or later, the request fails.
+        """
+        constraint, guides = request.spec.sampling.constraint, self._parts.guides
+        if constraint is None:
+            self._enter(request)
+            return
+        if guides is None:
+            self.end(request, UnsupportedOption(f"sampling.{constraint.language}", "not supported by this worker"))
+            return
+
+        def ready(places: Sequence[Guide]) -> None:
+            request.group.guide_choices(places)
+            self._enter(request)
+
+        outputs = [each.output_token_ids for each in request.group.sequences]
+        guides.begin(constraint, outputs, ready, partial(self.end, request))
 
     def _enter(self, request: Request) -> None:
         """Puts a request in line, unless the request has ended since it came."""

@@ -23,7 +23,7 @@ class Destination:
     """Where a running request goes on, and what is known of it there."""
 
     choices: frozenset[int]
-    """Indices of those that go."""
+    """Indices of the choices that go."""
     num_output_tokens: int
     """Tokens of the completion that are known there; of several choices, of the one with the fewest. The KV of the
     prompt is expected, and theirs too where one choice goes."""
@@ -38,7 +38,7 @@ class TokenExtra(NamedTuple):
     finish_reason: FinishReason | None = None
     """Given with the last token of a choice."""
     score: float | None = None
-    """Of a choice that a beam search found; the same with each of its tokens."""
+    """Score of a choice that a beam search found; the same with each of its tokens."""
 
 
 @dataclass(slots=True)
@@ -105,7 +105,9 @@ class RouterPort(Protocol):
         """
 
     def prompt_logprobs(self, handle: Handle, offset: int, logprobs: Sequence[TokenLogprobs]) -> None:
-        """Of the prompt's tokens from number `offset` on, told without a gap from 1 on, all before `prefill_done`."""
+        """Sends log-probabilities of the prompt's tokens from number `offset` on: without a gap from 1 on, all before
+        `prefill_done`.
+        """
 
     def token(
         self,
@@ -137,14 +139,16 @@ class RouterPort(Protocol):
         """
 
     def waiting(self, reason: WaitReason, handles: Sequence[Handle]) -> None:
-        """All its requests that wait for this now. A later word with the same reason replaces one not yet taken."""
+        """Sends all requests that wait for `reason` now. A later message with the same reason replaces an earlier one
+        not yet taken.
+        """
 
     def failed(self, handle: Handle, error: TandemError) -> None:
         """The request ended without all its tokens; the worker keeps nothing of it."""
 
 
 class StepEngine(Protocol):
-    """What computes steps, in order; `engine.engine_thread.EngineThread` is one."""
+    """Computes steps, in order; see `engine.engine_thread.EngineThread`."""
 
     @property
     def num_steps(self) -> int:
@@ -189,19 +193,19 @@ class WorkerCore(Protocol):
         """
 
     def release(self, session: RouterPort, handle: Handle) -> None:
-        """Nothing more is wanted of it. Idempotent; the handle may be unknown."""
+        """Releases a request that its router no longer wants. Idempotent; the handle may be unknown."""
 
     def router_lost(self, session: RouterPort) -> None:
         """The stream ended: release all that this router asked for."""
 
     async def run(self) -> None:
-        """Steps until cancelled. Whatever it raises ends the process."""
+        """Steps until cancelled. Any error ends the process."""
 
     def drain(self) -> None:
         """Takes no new work from now on. Idempotent."""
 
     async def drained(self) -> None:
-        """Returns once nothing is held any more."""
+        """Returns once nothing is held."""
 
     def waits(self) -> Iterable[tuple[object, WaitReason]]:
         """Requests that are held here and get no tokens now, and what each waits for."""

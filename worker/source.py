@@ -35,7 +35,7 @@ class BatchedStep:
     chunks: tuple[Pair, ...]
     """In the order of `step.chunks`."""
     planned: tuple[Request, ...]
-    """Requests in it that may not have been in a step before."""
+    """Requests of the step that may not have been in a step before."""
 
     @property
     def seqs(self) -> tuple[Pair, ...]:
@@ -54,7 +54,7 @@ class BatchedStep:
 
 
 class Owner(Protocol):
-    """The core, as sources see it."""
+    """The core, as its sources see this core."""
 
     def end(self, request: Request, error: TandemError | None = None) -> None:
         """Ends a request, finished (None) or failed; `Source.forget` follows. A no-op if the request has ended."""
@@ -64,7 +64,7 @@ class Owner(Protocol):
 
 
 class Source(Protocol):
-    """Requests of one kind. All on the loop."""
+    """Requests of a kind. All calls on the loop."""
 
     @property
     def is_moving(self) -> bool:
@@ -72,7 +72,7 @@ class Source(Protocol):
 
     @property
     def is_settled(self) -> bool:
-        """Whether no request is here, and nobody else uses blocks of one."""
+        """Whether no request is here, and nobody else uses blocks of a request."""
 
     def add_to(self, load: WorkerLoad) -> WorkerLoad:
         """Returns the load with this source's share added."""
@@ -142,7 +142,7 @@ class DecodeSource(Source, Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Sources:
-    """The sources of one worker, one at least."""
+    """The sources of a worker, at least a single source."""
 
     prompts: PromptSource | None = None
     decodes: DecodeSource | None = None

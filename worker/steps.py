@@ -122,7 +122,7 @@ class StepLoop:
         return None if last.result.done() else self._planner.step_behind(last.batched)
 
     def _launch(self, batched: BatchedStep | None) -> bool:
-        """Launches a step; returns whether there was one."""
+        """Launches a step; returns whether there was a step."""
         if batched is None:
             return False
         now_s = self._clock.now_s()

@@ -28,7 +28,7 @@ from worker.serving.cache_reports import CacheNews
 
 MAX_TOKENS_PER_MESSAGE = 16384
 _TOKENS_PER_LOGPROB = 4
-"""What one reported alternative weighs against a bare token, in encoded bytes."""
+"""What a reported alternative weighs against a bare token, in encoded bytes."""
 
 _ByHandle: TypeAlias = dict[Handle, list[worker_pb2.ConnectResponse]]
 
@@ -45,7 +45,7 @@ class RouterSession:
         self._waits: dict[WaitReason, worker_pb2.ConnectResponse] = {}
         self._filled = asyncio.Event()
         self.cache_news = CacheNews(self._take_cache_news)
-        """What this router has not been told of the cache yet."""
+        """What this router has still to learn of the cache."""
         self._cache_news_is_due = False
 
     # --- from the core (RouterPort) ---
@@ -174,7 +174,7 @@ class _PendingTokens:
     def __init__(self) -> None:
         self._messages: list[TokenColumns] = []
         self._weight = 0
-        """Of the last message."""
+        """Weight of the last message."""
 
     def add(self, columns: TokenColumns) -> None:
         """Appends rows to the last message, or begins a new one with them if that is full; takes `columns` over."""
@@ -189,7 +189,7 @@ class _PendingTokens:
                 self._weight += _TOKENS_PER_LOGPROB * (1 + len(extra.logprobs.top))
 
     def discard(self, handle: Handle) -> None:
-        """Drops the rows of one request."""
+        """Drops the rows of a request."""
         for number, columns in enumerate(self._messages):
             if handle in columns.handles:
                 self._messages[number] = columns.of({*columns.handles} - {handle})

@@ -13,7 +13,7 @@ import torch
 
 from engine.draws import SampleSpec
 from engine.engine_thread import MAX_FAILURES, EngineBroken, EngineThread, FeederFailed
-from engine.placement import open_engine_executor
+from engine.loading import open_engine_executor
 from engine.step import BrokenLogits, DecodeRows, Sampled, SampledToken, ScheduledSeq, Step, StepResult
 from engine.thread_work import to_the_end
 from tandem.errors import InternalError

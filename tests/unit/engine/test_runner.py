@@ -11,7 +11,7 @@ from engine.block_pool import BlockPool
 from engine.chunking import plan_chunks
 from engine.engine_thread import MAX_FAILURES, EngineThread
 from engine.kv_cache import KvCache
-from engine.placement import open_engine_executor
+from engine.loading import open_engine_executor
 from engine.runner import Runner, independent_runs
 from engine.sequence import Sequence
 from engine.step import (
