@@ -19,7 +19,7 @@ import torch
 from engine.batch import Batch, Forward
 from engine.device import synchronize
 from kernels.attention import AttentionMetadata
-from kernels.step_inputs import DecodeRows, load_rows
+from kernels.step_inputs import GraphRows, load_rows
 from shell.progress import track
 from shell.telemetry.logging import get_logger
 
@@ -64,7 +64,7 @@ class StaticInputs:
 
     def __init__(self, num_seqs: int, max_blocks: int, device: torch.device) -> None:
         """For up to B = `num_seqs` seqs of up to `max_blocks` blocks."""
-        self.rows = DecodeRows.empty(num_seqs, max_blocks, device)
+        self.rows = GraphRows.empty(num_seqs, max_blocks, device)
         self.sample_rows = torch.arange(num_seqs, device=device)  # [B], never changes
         self._cu_seqlens_q = torch.arange(num_seqs + 1, dtype=torch.int32, device=device)  # [B + 1], never changes
 

@@ -11,7 +11,7 @@ import torch
 from engine.loading import layout_of, load
 from engine.warm_up import StepSizes, warm_up
 from kernels import triton
-from kernels.step_inputs import DecodeRows, load_rows
+from kernels.step_inputs import GraphRows, load_rows
 from kernels.triton.absent_gpu import compile_instead, pretend
 from shell.config import WorkerConfig
 
@@ -43,7 +43,7 @@ def fill_kernel_cache(config: WorkerConfig, archs: Sequence[int], cache: Path) -
         pretend(arch)
         found.clear()
         warm_up(model, kernels, layout_of(config, model), _SIZES)
-        rows = DecodeRows.empty(1, 1, cpu)
+        rows = GraphRows.empty(1, 1, cpu)
         load_rows(rows, rows.token_ids, rows.seq_lens, rows.block_tables, 1, config.block_size)  # a captured step's
         num_found = sum(count for (_, is_found), count in found.items() if is_found)
         filled.append(Filled(arch, found.total() - num_found, num_found))

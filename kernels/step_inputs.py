@@ -15,7 +15,7 @@ from kernels.spec import Dims
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class DecodeRows:
+class GraphRows:
     """Tensors of B rows whose places do not change."""
 
     token_ids: torch.Tensor
@@ -28,7 +28,7 @@ class DecodeRows:
     """`[B, M]` int32."""
 
     @classmethod
-    def empty(cls, num_rows: int, num_columns: int, device: torch.device) -> DecodeRows:
+    def empty(cls, num_rows: int, num_columns: int, device: torch.device) -> GraphRows:
         """Rows of no seq: length 0, no slot."""
         return cls(
             token_ids=torch.zeros(num_rows, dtype=torch.int64, device=device),
@@ -40,7 +40,7 @@ class DecodeRows:
 
 
 def load_rows(
-    rows: DecodeRows,
+    rows: GraphRows,
     token_ids: torch.Tensor,
     seq_lens: torch.Tensor,
     block_tables: torch.Tensor,

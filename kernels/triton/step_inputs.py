@@ -8,7 +8,7 @@ import torch
 import triton
 import triton.language as tl
 
-from kernels.step_inputs import DecodeRows
+from kernels.step_inputs import GraphRows
 from kernels.triton.variant import Variant, launch_options
 
 _COLUMNS = 128
@@ -16,7 +16,7 @@ _NUM_WARPS = 1
 
 
 def load_rows(
-    rows: DecodeRows,
+    rows: GraphRows,
     token_ids: torch.Tensor,
     seq_lens: torch.Tensor,
     block_tables: torch.Tensor,

@@ -17,7 +17,7 @@ from engine.step import BlockCopy, ScheduledSeq, Step
 from engine.warm_up import StepSizes, warm_up
 from kernels import triton
 from kernels.quantized import QuantForm
-from kernels.step_inputs import DecodeRows
+from kernels.step_inputs import GraphRows
 from models.loading import load_model
 from tandem.kv_layout import QuantDType
 from tandem.types import BlockId, SamplingParams, TokenId
@@ -117,7 +117,7 @@ def test_slices_of_index_tensors_are_compiled_for_like_whole_ones():
 
 
 def test_loading_a_step_launches_what_loading_an_empty_one_has_compiled():
-    rows = DecodeRows.empty(8, 20, torch.device("cpu"))
+    rows = GraphRows.empty(8, 20, torch.device("cpu"))
     token_ids, seq_lens, tables = torch.zeros(9, dtype=torch.int64), torch.ones(9, dtype=torch.int32), torch.zeros(9, 9)
     launches = []
     for seqs in (slice(0, 0), slice(0, 1), slice(1, 8)):

@@ -9,7 +9,7 @@ import torch
 
 from engine.batch import build_batch
 from engine.step import ScheduledSeq
-from kernels.step_inputs import DecodeRows, load_rows
+from kernels.step_inputs import GraphRows, load_rows
 from tandem.errors import InternalError
 from tandem.types import BlockId, TokenId
 from tests.kernels.devices import on_each_device
@@ -21,11 +21,11 @@ from kernels.triton import step_inputs as by_triton
 BLOCK_SIZE, ROWS, WIDTH = 4, 6, 300
 
 
-def rows_of(device) -> DecodeRows:
+def rows_of(device) -> GraphRows:
     """As an earlier step left them."""
     longs = (torch.full((ROWS,), 77, dtype=torch.int64, device=device) for _ in range(3))
     lens = torch.full((ROWS,), 9, dtype=torch.int32, device=device)
-    return DecodeRows(*longs, lens, torch.full((ROWS, WIDTH), 5, dtype=torch.int32, device=device))
+    return GraphRows(*longs, lens, torch.full((ROWS, WIDTH), 5, dtype=torch.int32, device=device))
 
 
 @pytest.mark.parametrize("load", [load_rows, by_triton.load_rows])
