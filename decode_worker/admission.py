@@ -51,7 +51,7 @@ STANDSTILL_S = 2.0
 
 
 class Admission:
-    """The admission of one worker."""
+    """The admission of a worker."""
 
     def __init__(
         self,

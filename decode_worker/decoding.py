@@ -244,7 +244,7 @@ class Decoding:
 
 
 def _is_plain(seq: Sequence) -> bool:
-    """Whether no draw of it depends on more than columns."""
+    """Whether the sequence's draws depend on columns alone."""
     params = seq.params
     return params.logprobs is None and not changes_logits_ever(params) and not seq.num_candidates and seq.guide is None
 

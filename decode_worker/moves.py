@@ -38,15 +38,15 @@ from worker.request import Request
 MANY_PREEMPTIONS, WINDOW_S = 3, 10.0
 """Preemptions within so many seconds that are too many."""
 FULL_SHARE = 0.25
-"""Of the pool, available: below it there is little room. What a victim leaves is available for a moment."""
+"""Available share of the pool below which there is little room. What a victim leaves is available for a moment."""
 OFFER_S = 5.0
-"""From one offer of an overloaded worker to the next."""
+"""Seconds between two offers of an overloaded worker."""
 STAY_S = 60.0
 """For which a request that moved to here is not offered again because of overload."""
 
 
 class Moves:
-    """The moves of one worker. An `OutgoingOwner`."""
+    """The moves of a worker's requests. An `OutgoingOwner`."""
 
     def __init__(
         self,
@@ -66,22 +66,22 @@ class Moves:
         self._end = end
         self._on_returned = on_returned
         self._told: set[Request] = set()
-        """Who may leave, as their routers were told."""
+        """Requests that may leave, as their routers know."""
         self._num_preemptions = 0
         """Preemptions that were seen."""
         self._preempted_s: deque[float] = deque(maxlen=MANY_PREEMPTIONS)
         """When the newest ones were seen."""
         self._reason = MoveReason.OVERLOAD
         self._offers_from_s = -math.inf
-        """From when on an overloaded worker may offer one."""
+        """When an overloaded worker may offer a request again."""
         self._stay_until_s: dict[Request, float] = {}
         """Requests that moved to here."""
         self._suspended: dict[Request, Destination] = {}
         """Who waits for the end of their steps."""
         self._transfers: dict[Request, OutgoingTransfer] = {}
-        """Those under way, and of ended requests such whose blocks the sender still uses."""
+        """Transfers under way, and transfers of ended requests whose blocks the sender still uses."""
         self._unreleased: set[tuple[RouterPort, Handle]] = set()
-        """Requests that have moved, and whose routers may not know it yet."""
+        """Requests that have moved, and whose routers may not know that yet."""
 
     def __iter__(self) -> Iterator[Request]:
         """Requests that are moving."""
@@ -94,7 +94,7 @@ class Moves:
         return not self._transfers and not self._unreleased
 
     def pushes(self, request: Request) -> bool:
-        """Whether it has left, or was about to: it went on elsewhere."""
+        """Whether the request has left, or was about to leave and went on elsewhere."""
         return request in self._transfers
 
     def tell(self, requests: Iterable[Request], *, again: bool = False) -> None:
@@ -158,7 +158,7 @@ class Moves:
         self.steps_ended()
 
     def steps_ended(self) -> None:
-        """Steps may have: those that no step in flight computes any more are pushed."""
+        """Pushes the requests that no step in flight computes."""
         for request in tuple(self._suspended):
             if not any(each.num_pending_tokens for each in request.group.running):
                 self._push(request, self._suspended.pop(request))
@@ -171,7 +171,7 @@ class Moves:
             self._on_returned()
 
     def forget(self, request: Request) -> None:
-        """It has ended. Idempotent; a transfer under way is given up."""
+        """Forgets an ended request. Idempotent; a transfer under way is given up."""
         self._told.discard(request)
         self._stay_until_s.pop(request, None)
         self._suspended.pop(request, None)
@@ -213,7 +213,7 @@ class Moves:
     # --- from transfers (OutgoingOwner) ---
 
     def transfer_committed(self, request: Request, report: TransferReport) -> None:
-        """The other worker has it."""
+        """The other worker has the request."""
         if request not in self._batch:
             return  # it was released just now
         self._unreleased.add((request.router, request.handle))
@@ -224,7 +224,7 @@ class Moves:
         self._end(request, None)
 
     def request_failed(self, request: Request, error: TandemError) -> None:
-        """It is not there, and goes on elsewhere from its tokens."""
+        """The request is not there, and goes on elsewhere from its tokens."""
         self._end(request, error)
 
     def blocks_returned(self, request: Request) -> None:

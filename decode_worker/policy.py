@@ -10,7 +10,7 @@ from worker.admission import FIRST_GUESS_TOKENS
 from worker.budget import ChunkBudget
 
 MAX_QUEUED = 1024
-"""Reservations that may wait on one worker; routers queue before that."""
+"""Reservations that may wait on a worker; routers queue before that."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -54,7 +54,7 @@ class RunningBatch:
         self._requests: set[Request] = set()
         self._running: list[Request] = []
         self._decoding = Decoding(cache)
-        """Those of their choices that decode."""
+        """Choices that decode."""
         self._waiting: list[Request] = []
         self.is_dry = False
         """Whether some run, and at the last look none could for lack of blocks."""

@@ -44,7 +44,7 @@ from worker.request import Request
 
 @dataclass(frozen=True, slots=True)
 class StepLimits:
-    """What bounds one step."""
+    """What bounds a step."""
 
     block_size: int
     max_seqs: int
@@ -60,7 +60,7 @@ class Beside:
     num_seats: int
     """Seats of these requests."""
     num_blocks: int
-    """Blocks that they take in the step, at most."""
+    """The most blocks that these requests take in the step."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +95,7 @@ def plan_step(
 
 
 def _can_step(sequence: Sequence) -> bool:
-    """Whether a step launched now could compute anything of use for it."""
+    """Whether a step launched now could compute anything of use for the sequence."""
     is_blocked = sequence.num_pending_tokens and (sequence.is_exhausted or not sequence.runs_ahead)
     return not is_blocked and not sequence.awaits_mask and sequence.num_remaining_tokens > 0
 
@@ -106,7 +106,7 @@ def _seat_order(request: Request) -> bool:
 
 
 class _Planner:
-    """Working state of one `plan_step`."""
+    """Working state of a `plan_step`."""
 
     def __init__(
         self,

@@ -27,7 +27,7 @@ from worker.admission import Line, Turn, is_overdue, note_overtaken, turn_of
 from worker.request import Request
 
 SHARE = 0.5
-"""Of the pool, that one holder may have."""
+"""Share of the pool that a single holder may have."""
 _REMEMBERED_PROMPTS = 64
 """Latest prompts whose destinations count as in use."""
 
@@ -42,7 +42,7 @@ class LineLimits:
 
 
 class PromptLine:
-    """Prompts in line, and prompts that are being computed, of one worker."""
+    """Prompts of a worker: in line, and being computed."""
 
     def __init__(self, limits: LineLimits, block_size: int, num_blocks: int) -> None:
         """`num_blocks`: of the pool, each of `block_size` tokens."""
@@ -50,12 +50,12 @@ class PromptLine:
         self._block_size = block_size
         self._max_held = int(num_blocks * SHARE)
         self._destinations: deque[str] = deque(maxlen=_REMEMBERED_PROMPTS)
-        """Of the latest prompts."""
+        """Destinations of the latest prompts."""
         self._line = Line(_turn)
         self._num_cached_tokens: dict[Request, int] = {}
         """Tokens of each prompt in line that the cache knew when the prompt came: an estimate."""
         self.computing: dict[Request, None] = {}
-        """Prompts with blocks, in the order in which they got them."""
+        """Prompts with blocks, in the order in which these got their blocks."""
 
     def __len__(self) -> int:
         """Prompts in line."""
@@ -63,7 +63,7 @@ class PromptLine:
 
     @property
     def num_tokens(self) -> int:
-        """Prompt tokens to compute, those of steps in flight included."""
+        """Prompt tokens to compute, tokens of steps in flight included."""
         in_line = sum(
             request.group.prefix.num_remaining_tokens - num_cached
             for request, num_cached in self._num_cached_tokens.items()
@@ -84,7 +84,7 @@ class PromptLine:
         self.computing.pop(request, None)
 
     def num_blocks(self, request: Request) -> int:
-        """Blocks that a whole prompt takes, before it has any."""
+        """Blocks that a whole prompt takes, before the prompt has any."""
         prefix = request.group.prefix
         return prefix.blocks_wanted(prefix.num_remaining_tokens, self._block_size)
 

@@ -34,7 +34,7 @@ MAX_OVERTAKES = 64
 WINDOW = 128
 """Completions that are remembered: some minutes of a small worker, seconds of a large one."""
 FIRST_GUESS_TOKENS = 256
-"""The one length that is remembered before any completion has ended."""
+"""The only length that is remembered before any completion has ended."""
 PATIENCE = 4
 """Tokens computed since a prompt came, per token of its own, after which newcomers no longer go before it."""
 
@@ -98,7 +98,7 @@ class Forecast:
         self._sorted = [first_guess_tokens]
 
     def completed(self, num_tokens: int) -> None:
-        """Learns from a completion of `num_tokens`, at least one, that has ended."""
+        """Learns from an ended completion of `num_tokens`, at least 1."""
         if len(self._lengths) == WINDOW:
             del self._sorted[bisect.bisect_left(self._sorted, self._lengths[0])]
         self._lengths.append(num_tokens)

@@ -57,7 +57,7 @@ class Request:
         self.num_sampled_tokens = 0
         """Tokens drawn here, of all choices."""
         self.num_overtaken = 0
-        """Requests that came later and got room before this one (`worker.admission`)."""
+        """Requests that came later and got room before this request (`worker.admission`)."""
 
     @property
     def for_another(self) -> bool:
