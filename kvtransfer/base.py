@@ -41,6 +41,10 @@ from tandem.kv_layout import KvLayout
 from tandem.types import BlockId, Incarnation
 
 
+class SenderGaveUp(TransferError):
+    """The sender ended the hand-off without a commit. Its request has ended there, or the failure is counted there."""
+
+
 @dataclass(frozen=True, slots=True)
 class Fingerprints:
     """What both sides must share before a byte moves."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 
+from kvtransfer.base import SenderGaveUp
 from kvtransfer.connection import Connection, expect
 from kvtransfer.frame import Frame, FrameType
 from kvtransfer.handshake import Hello, agreed_verify, compare
@@ -202,7 +203,7 @@ class Session:
 
     def _aborted(self, number: int) -> None:
         if number in self._open:
-            self._table.fail(number, TransferError("the sender gave up"))
+            self._table.fail(number, SenderGaveUp("the sender gave up"))
         self._writer_stopped(number)
         self._connection.send(Frame(FrameType.DRAINED, number))
 

@@ -195,7 +195,7 @@ def test_with_a_second_decode_worker_nobody_notices_that_one_was_killed(expected
                 workers = [worker for worker in client.status().workers if worker.info.role is Role.DECODE]
                 busiest = max(workers, key=lambda worker: worker.load.pool.live)
                 os.kill(busiest.info.pid, signal.SIGKILL)
-                assert eventually(lambda: any("moves to another pair" in line for line in cluster.log))
+                assert eventually(lambda: any("request is tried again" in line for line in cluster.log))
             finally:
                 moved.set()
 

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 
 from engine.prefix_cache import CacheCounters
+from kvtransfer.base import SenderGaveUp
 from shell.clock import Clock
 from shell.telemetry import events
 from shell.telemetry import metric_names as names
@@ -88,7 +89,9 @@ class _Sequence:
         of.sequences.add(1, "ended" if error is None else "failed")
         if error is not None:
             of.failures.add(1, error.reason)
-        if isinstance(error, TransferError):
+        if isinstance(error, SenderGaveUp):
+            of.transfers.add(1, "withdrawn")  # the request ended at the sender, which counts a failure of its own
+        elif isinstance(error, TransferError):
             of.transfers.add(1, "failed")
             of.transfer_failures.add(1, error.reason)
         elif self._transferring:

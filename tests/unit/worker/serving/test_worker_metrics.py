@@ -9,6 +9,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from engine.prefix_cache import CacheCounters
+from kvtransfer.base import SenderGaveUp
 from shell.telemetry.events import (
     FirstToken,
     PrefixLookedUp,
@@ -166,7 +167,12 @@ def test_the_receiver_counts_no_bytes(decode: Scene) -> None:
 
 @pytest.mark.parametrize(
     ("error", "transfer", "num_failures"),
-    [(ChecksumMismatch("block 3"), "failed", 1), (DeadlineExceeded("late"), "withdrawn", 0), (None, "withdrawn", 0)],
+    [
+        (ChecksumMismatch("block 3"), "failed", 1),
+        (SenderGaveUp("the sender gave up"), "withdrawn", 0),
+        (DeadlineExceeded("late"), "withdrawn", 0),
+        (None, "withdrawn", 0),
+    ],
 )
 def test_a_hand_off_that_was_under_way_fails_by_its_own_faults_only(
     decode: Scene, error: TandemError | None, transfer: str, num_failures: int
