@@ -83,7 +83,7 @@ class ChoiceStream:
         self._score: float | None = None
         self._num_read = 0
         self._unread_text: list[str] = []
-        """Texts, one per token; the last is text that was held back."""
+        """A text per token; the last text may be what was held back."""
         self._unread_logprobs: list[TokenLogprobs] = []
         self._logprobs_per_token = 0
 
@@ -99,7 +99,7 @@ class ChoiceStream:
 
     @property
     def spec(self) -> ChoiceSpec:
-        """The choice, as a worker resumes it."""
+        """The choice as workers resume choices."""
         return ChoiceSpec(self.index, tuple(self._token_ids))
 
     def push(self, delta: TokenDelta) -> int:

@@ -69,7 +69,7 @@ class RunningRequest:
 
 
 class Entrance:
-    """Entrance of one model, shared by all faces."""
+    """Entrance of the served model, shared by all faces."""
 
     def __init__(
         self,
@@ -176,7 +176,7 @@ class Entrance:
             )
 
     async def tokenize(self, prompt: TextPrompt | ChatPrompt) -> tuple[TokenId, ...]:
-        """Its tokens, were they too many for the model; an empty text gives none but the tokenizer's own.
+        """Returns the prompt's tokens, even too many for the model. An empty text gives the tokenizer's special tokens.
 
         Raises InvalidRequest, Overloaded.
         """

@@ -140,7 +140,7 @@ class Tokenization:
             self._answer_bytes -= num_bytes
 
     def detokenizer(self, prompt_token_ids: Sequence[TokenId], *, skip_special_tokens: bool) -> Detokenizer:
-        """Returns a new incremental decoder for one choice."""
+        """Returns a new incremental decoder for a choice."""
         skipped = self._special_ids if skip_special_tokens else frozenset()
         return Detokenizer(self._tokenizer, skipped, self._whole, prompt_token_ids)
 
