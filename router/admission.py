@@ -11,11 +11,10 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
+from router.tuning import DEPARTURE_WEIGHT
 from shell.clock import Clock, Deadline
 from tandem.errors import Overloaded
 
-_SMOOTHING = 0.2
-"""Weight of the newest interval between two departures."""
 _RETRY_AFTER_BOUNDS_S = (0.1, 60.0)
 
 
@@ -115,7 +114,7 @@ class AdmissionQueue:
         if self._last_departure_s is not None and self.num_active >= self.max_active:
             interval_s = now_s - self._last_departure_s
             known_s = interval_s if self._interval_s is None else self._interval_s
-            self._interval_s = known_s + _SMOOTHING * (interval_s - known_s)
+            self._interval_s = known_s + DEPARTURE_WEIGHT * (interval_s - known_s)
         self._last_departure_s = now_s if self.num_queued else None
 
 

@@ -26,8 +26,9 @@ from router.grammar_check import GrammarCheck
 from router.metrics import RouterMetrics
 from router.request_spans import RequestSpans
 from router.retries import RetryPolicy
-from router.status import FEWEST_ACTIVE, RouterStatus
+from router.status import RouterStatus
 from router.tokenization import Tokenization
+from router.tuning import FEWEST_ACTIVE
 from router.worker_link import WorkerLink
 from router.workers import Workers
 from shell.admin.content import AdminContent, RouterReport

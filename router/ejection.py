@@ -22,15 +22,8 @@ from collections import deque
 from collections.abc import Iterable, Mapping
 from typing import TypeAlias
 
+from router.tuning import FIRST_BACKOFF_S, IN_A_ROW, MAX_BACKOFF_S, MOST_OF_WINDOW, SEVERAL_PARTNERS, WINDOW
 from tandem.types import Incarnation
-
-IN_A_ROW = 3
-WINDOW = 16
-"""Outcomes that are remembered of a subject."""
-MOST_OF_WINDOW = 8
-FIRST_BACKOFF_S = 1.0
-MAX_BACKOFF_S = 60.0
-SEVERAL_PARTNERS = 2
 
 Pair: TypeAlias = tuple[Incarnation, Incarnation]
 """Prefill worker, decode worker."""

@@ -1,20 +1,10 @@
 """Chooses the pair of workers for a request: pure, given what is known of the workers.
 
-Only pairs of one set of equal workers (see `serving_set`) with a common transport count. Of these, only
-the ones with the fewest workers that failed this request or are set aside for failing others
-(see `ejection`). Decode is chosen first, then its partner, each as the least costly of a few: two at
-random (Mitzenmacher 2001: near the best, and no herd on old figures; more where streams are packed),
-and two of those that hold the most of the prompt's KV. Cost is load and the work that the prompt makes
-there, so that who holds a popular prefix is not given more than that is worth:
-
-    decode     share of its seats or blocks in use, whichever is larger; less `PREFIX_WORTH` if it holds the prompt
-               elastic and not full: the most streams, then the shortest line of prompts (`WorkerView.decode_cost`)
-    prefill    time to compute the prompt tokens that wait there, and those of this prompt that it lacks
-
-Who computes the prompt is decided then, and `PlacementReason` says why. A decode worker of a fixed role computes
-short prompts, and those of which it lacks no more than that. An elastic one computes every prompt, unless another
-worker would have computed it and handed it over sooner, by a margin. Where streams would wait meanwhile, one with
-fewer of them may take longer, within bounds.
+Only pairs of one set of equal workers (see `serving_set`) with a common transport count, of which each holds its part.
+Of these, only the ones with the fewest workers that failed this request or are set aside for failing others
+(see `ejection`). A fixed decode worker computes the prompts that its options say; an elastic one computes any, or
+leaves it to a partner. A few decode workers are looked at, alone and with a few partners each: at random, and of those
+that hold most of the prompt's KV. The least costly one is taken (see `cost`); there is no rule beside it.
 
 Looks at groups of workers, as sets of bits, and at a handful of them: the time it takes grows far less than their
 number, but with that of the workers that are under suspicion. Knows nothing of streams or time.
@@ -23,23 +13,24 @@ number, but with that of the workers that are under suspicion. Knows nothing of 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from itertools import islice
 from random import Random
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
+from router.cost import cost
 from router.ejection import Pair
 from router.fleet import Candidates, Kind, candidates_of, difference, room_of
 from router.serving_set import SetId
+from router.tuning import DECODE_DRAWS, DRAWS, NOMINAL_TOKENS_PER_S, SPARE_SHARE
 from router.worker_set import WorkerSet, draw, members
-from router.worker_view import PREFIX_WORTH, Demand, Obstacle, WorkerView
+from router.worker_view import Demand, Obstacle, WorkerView
 from tandem.errors import Unavailable
 from tandem.types import Incarnation, PlacementReason, PrefixAt, Role, WorkerInfo
 
 __all__ = [
-    "PREFIX_WORTH",
-    "REMOTE_MARGIN",
     "Demand",
     "Obstacle",
     "Placement",
@@ -51,25 +42,10 @@ __all__ = [
     "ready_seats",
 ]
 
-REMOTE_MARGIN = 0.25
-"""Share of the time that an elastic worker would take for a prompt by which another one must be faster, the hand-off
-counted, to be given it: figures are a heartbeat old, and what goes to and fro costs both sides."""
-CROWDED_FACTOR = 6.0
-"""Times as long as a crowded worker would take for a prompt, its line included, that another one may take which has
-half as many streams or fewer to keep waiting. The fewer the first one has, the less, by the square of their number."""
-PATIENCE = 3.0
-"""Times as long as a worker with streams would compute a prompt if none were in line, that it may take another one with
-half as many streams or fewer: beside any stream, a prompt makes gaps, and what else comes waits behind it."""
-SPARE_SHARE = 0.75
-"""Of a decode worker that may be in use with a stream which another one hands over because of overload: one that is
-nearly as full would soon do the same. What drains goes to any."""
 _NO_BURDENS: Mapping[Pair, int] = {}
 _Rank: TypeAlias = tuple[int, int]
 """Of a worker or a pair, least first: in how many ways it is suspect; how often in a row it was set aside."""
 _CLEAN: _Rank = (0, 0)
-_DRAWS = 2
-_ELASTIC_DRAWS = 8
-"""Where some are elastic: streams are packed only on a worker that is among those drawn."""
 _MOST_NAMED = 8
 """Workers that an error names: it must fit into a gRPC trailer."""
 _ANY_PROMPT, _SHORT_PROMPT = (Demand(num_tokens=each, max_total_tokens=1) for each in (sys.maxsize, 1))
@@ -107,52 +83,31 @@ def place(
     contenders = search.decodes()
     if not contenders:
         raise Unavailable(search.what_is_missing())
-    decode, view = search.least_costly(contenders, lambda views: _least_to_decode(views, demand), rng)
-    reason = search.reason_to_stay(decode, view)
-    if reason is not None:
-        most_tokens = view.max_local_tokens if reason is PlacementReason.LOCAL_HELD else None
-        return Placement(None, view.info, most_tokens, search.prefix_at(view), reason)
-    partners = search.partners_of(decode)
-    is_elastic = view.info.role is Role.ELASTIC and demand.source is None
-    if not partners and is_elastic:
-        return Placement(None, view.info, None, search.prefix_at(view), PlacementReason.LOCAL_FASTER)
-    _, prefill = search.least_costly(partners, lambda views: _first_done(views, demand), rng)
-    if is_elastic and not _is_worth_a_hand_off(demand, view, prefill):
-        return Placement(None, view.info, None, search.prefix_at(view), PlacementReason.LOCAL_FASTER)
-    if demand.source is not None:
-        if not prefill.is_draining and view.share_with(demand) > SPARE_SHARE:
-            raise Unavailable(f"no decode worker seems to have room to spare for what {prefill.info.worker_id} runs")
-        reason = PlacementReason.MOVED
-    else:
-        reason = PlacementReason.REMOTE_FASTER if is_elastic else PlacementReason.REMOTE_STATIC
-    return Placement(prefill.info, view.info, None, search.prefix_at(view, prefill), reason)
+    options = list(search.options(contenders, rng))
+    rates = (view.prompt_tokens_per_s for option in options for view in option.views)
+    unmeasured = max(rates) or NOMINAL_TOKENS_PER_S
+    best = min(options, key=lambda each: cost(demand, each.prefill, each.decode, unmeasured).total_s)
+    prefill, decode, reason = best
+    is_relief = demand.source is not None and not best.views[0].is_draining
+    if is_relief and decode.share_with(demand) > SPARE_SHARE:
+        source = best.views[0].info.worker_id
+        raise Unavailable(f"no decode worker seems to have room to spare for what {source} runs")
+    most_tokens = decode.max_local_tokens if reason is PlacementReason.LOCAL_HELD else None
+    computing = None if prefill is None else prefill.info
+    return Placement(computing, decode.info, most_tokens, search.prefix_at(*best.views), reason)
 
 
-def _least_to_decode(views: Sequence[WorkerView], demand: Demand) -> WorkerView:
-    return min(views, key=lambda each: each.decode_cost(demand))
+class Option(NamedTuple):
+    """Workers on which a request may run. `prefill` None = the decode worker computes the prompt."""
 
+    prefill: WorkerView | None
+    decode: WorkerView
+    reason: PlacementReason
 
-def _first_done(views: Sequence[WorkerView], demand: Demand) -> WorkerView:
-    """Who would have computed the prompt first. A rate that was not measured yet counts as the best of the others."""
-    rate = max(each.prompt_tokens_per_s for each in views) or 1.0
-    return min(views, key=lambda each: each.prompt_s(demand, rate))
-
-
-def _is_worth_a_hand_off(demand: Demand, decode: WorkerView, prefill: WorkerView) -> bool:
-    """Whether `prefill` should compute the prompt: it is there sooner, or later within bounds and others gain more.
-
-    Without any rate, tokens are compared.
-    """
-    rate = decode.prompt_tokens_per_s or prefill.prompt_tokens_per_s
-    handoff_s = demand.handoff_s if rate else 0.0
-    remote_s = prefill.prompt_s(demand, rate or 1.0) + handoff_s
-    factor = 1 - REMOTE_MARGIN
-    if prefill.crowd <= decode.crowd / 2:
-        alone_s = decode.lacking_tokens(demand) / (decode.prompt_tokens_per_s or rate or 1.0)
-        if decode.crowd and remote_s <= PATIENCE * alone_s:
-            return True
-        factor += decode.crowd**2 * (CROWDED_FACTOR - factor)
-    return remote_s < factor * decode.prompt_s(demand, rate or 1.0)
+    @property
+    def views(self) -> tuple[WorkerView, ...]:
+        """Views of its workers, prefill first."""
+        return (self.decode,) if self.prefill is None else (self.prefill, self.decode)
 
 
 class Search:
@@ -164,6 +119,7 @@ class Search:
         self._blamed = candidates.numbers(demand.blamed)
         self._suspects = self._blamed | candidates.numbers(candidates.burdened)
         self._pair_burdens = pair_burdens
+        self._view = cache(candidates.view)
         self._paired = candidates.numbers(decode for _, decode in pair_burdens)
         self._decodes = self._able(Role.DECODE)
         self._prefills = self._able(Role.PREFILL)
@@ -201,8 +157,27 @@ class Search:
             return 0
         return best[1]
 
-    def reason_to_stay(self, decode: int, view: WorkerView) -> PlacementReason | None:
-        """Why this decode worker computes the prompt, whoever else there is; None = others may be asked."""
+    def options(self, decodes: WorkerSet, rng: Random) -> Iterator[Option]:
+        """Yields some of these workers alone, as they may be, and with some partners; equal ones in random order."""
+        for decode in self._drawn(decodes, DECODE_DRAWS, rng):
+            view, reason = self._view(decode), self._reason_to_stay(decode)
+            is_elastic = view.info.role is Role.ELASTIC and self._demand.source is None
+            if reason is not None or is_elastic:
+                yield Option(None, view, reason or PlacementReason.LOCAL_FASTER)
+            if reason is not None:
+                continue
+            reason = PlacementReason.REMOTE_FASTER if is_elastic else PlacementReason.REMOTE_STATIC
+            reason = reason if self._demand.source is None else PlacementReason.MOVED
+            for each in self._drawn(self.partners_of(decode), DRAWS, rng):
+                yield Option(self._view(each), view, reason)
+
+    def _drawn(self, workers: WorkerSet, at_most: int, rng: Random) -> Iterator[int]:
+        """Yields a few at random, and some of those that hold most of the prompt."""
+        yield from draw(workers, at_most, rng)
+        yield from draw(self._candidates.held.most(workers), DRAWS, rng)
+
+    def _reason_to_stay(self, decode: int) -> PlacementReason | None:
+        """Returns why this decode worker computes the prompt, whoever else there is; None = others may."""
         if self._demand.source is not None:
             return None
         kind = self._candidates.fleet.kind(decode)
@@ -214,17 +189,6 @@ class Search:
             return PlacementReason.LOCAL_HELD
         is_without = not self._partners(kind) and kind.role is not Role.ELASTIC
         return PlacementReason.LOCAL_FALLBACK if is_without else None
-
-    def least_costly(
-        self, workers: WorkerSet, best_of: Callable[[Sequence[WorkerView]], WorkerView], rng: Random
-    ) -> tuple[int, WorkerView]:
-        """Of a few at random, and two of those that hold most; by chance if they are equal."""
-        is_elastic = any(kind.role is Role.ELASTIC for kind in self._candidates.fleet.groups)
-        numbers = draw(workers, _ELASTIC_DRAWS if is_elastic else _DRAWS, rng)
-        numbers += draw(self._candidates.held.most(workers), _DRAWS, rng)
-        views = [self._candidates.view(each) for each in numbers]
-        best = best_of(views)
-        return numbers[views.index(best)], best
 
     def prefix_at(self, *chosen: WorkerView) -> PrefixAt:
         """Where KV of the first tokens seems to be."""

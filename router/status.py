@@ -9,6 +9,7 @@ from router.admission import Admission
 from router.entrance import Entrance
 from router.placement import Obstacle, WorkerView
 from router.serving_set import SetId
+from router.tuning import ACTIVE_PER_SEAT, FEWEST_ACTIVE
 from router.workers import Workers
 from shell.admin.content import ScrapeTarget
 from shell.clock import Clock
@@ -32,10 +33,6 @@ _STATES = {
     Obstacle.NOT_HEARD: "unreachable",
 }
 """State by obstacle, a value of `names.WORKER_STATES`."""
-FEWEST_ACTIVE = 256
-"""Requests that may be under way, however few seats there are."""
-ACTIVE_PER_SEAT = 2
-"""For each request that decodes one whose prompt is computed or waits, so that no seat stays empty."""
 
 
 class RouterStatus:

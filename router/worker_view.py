@@ -7,21 +7,7 @@ from dataclasses import dataclass
 
 from router.prefix_map import Prefix
 from router.serving_set import SetId
-from tandem.types import Incarnation, Role, WorkerInfo, WorkerLoad
-
-PREFIX_WORTH = 0.25
-"""Share of a decode worker by which it may be fuller than others and still be taken, if it holds the whole prompt: what
-it holds is neither computed nor moved again. A bound on how far a popular prefix draws load to one place."""
-PACKED_PREFIX_WORTH = 1 / 40
-"""The same where streams are packed, as a share of seats: who holds a prompt is no reason to begin streams there beside
-prompts, while others have streams already."""
-PACKED_SHARE = 3 / 8
-"""Share of an elastic worker's seats up to which streams join others: one step reads the weights for all of them, and a
-worker without any computes prompts that keep nobody waiting for a token. Beyond it they spread, unless:"""
-PACKED_STEP = 0.6
-"""Share of the longest step that its streams allow up to which a decode step is short, and streams join others too."""
-PACKED_MOST = 3 / 4
-"""Share of its seats or blocks, whichever is larger, beyond which they spread in any case."""
+from tandem.types import Incarnation, WorkerInfo, WorkerLoad
 
 
 class Obstacle(enum.StrEnum):
@@ -88,41 +74,9 @@ class WorkerView:
         """What it would have to compute or to be sent."""
         return demand.num_tokens - self.likely_tokens
 
-    def decode_cost(self, demand: Demand) -> float:
-        """Of decoding `demand` there. Nothing that it holds is worth waiting for a seat or room.
-
-        A worker whose steps take as long as its streams allow comes after all that have room and time.
-        """
-        share = self.share_with(demand) + self.is_at_objective
-        held = min(1.0, self.likely_tokens / max(1, demand.num_prefix_tokens))
-        if self.info.role is Role.ELASTIC and self.packs(demand) and share <= PACKED_MOST:
-            # Of two with as many streams, the one where fewer prompts would keep this one waiting between its tokens.
-            line = self.queued_tokens / max(1, self.queued_tokens + demand.num_tokens)
-            return (line / 2 - self.num_seqs) / self.info.max_seqs - PACKED_PREFIX_WORTH * held
-        return share - PREFIX_WORTH * held if share <= 1 else share
-
-    def packs(self, demand: Demand) -> bool:
-        """Whether it has few streams, or short steps."""
-        is_few = self.num_seqs + demand.num_choices <= PACKED_SHARE * self.info.max_seqs
-        return is_few or self._has_short_steps
-
     @property
-    def _has_short_steps(self) -> bool:
-        return self.load is not None and 0 < self.load.step_s <= PACKED_STEP * self.load.step_objective_s
-
-    @property
-    def crowd(self) -> float:
-        """How many streams wait for a token while a prompt is computed there: 0 = none, 1 = as many as are packed.
-
-        Those that wait for their own prompts are not among them: what is there sooner is best for all of them.
-        """
-        if not self.info.role.decodes or not self.info.max_seqs:
-            return 0.0
-        return min(1.0, self._running_seqs / (PACKED_SHARE * self.info.max_seqs))
-
-    @property
-    def _running_seqs(self) -> int:
-        """Of its own: prompts that it computes for others keep no stream waiting, and none begins there with them."""
+    def running_seqs(self) -> int:
+        """Streams that wait for their next tokens: prompts computed for other workers are none."""
         if self.load is None:
             return 0
         return max(0, self.load.running_seqs - self.load.running_for_others - self.ended_seqs)
@@ -131,7 +85,7 @@ class WorkerView:
     def num_seqs(self) -> int:
         """That it has, or was given."""
         waiting = 0 if self.load is None else self.load.waiting_seqs - self.load.waiting_for_others
-        return self.assigned_seqs + self._running_seqs + waiting
+        return self.assigned_seqs + self.running_seqs + waiting
 
     @property
     def is_at_objective(self) -> bool:
@@ -143,9 +97,13 @@ class WorkerView:
         """How fast it computes prompts now; 0 = not measured."""
         return 0.0 if self.load is None else self.load.prompt_tokens_per_s
 
-    def prompt_s(self, demand: Demand, unmeasured: float) -> float:
-        """Until the prompt is computed there. `unmeasured`: the rate of a worker that knows none of its own."""
-        return (self.queued_tokens + self.lacking_tokens(demand)) / (self.prompt_tokens_per_s or unmeasured)
+    def line_s(self, unmeasured: float) -> float:
+        """Returns the time until the prompts that wait there are computed; `unmeasured`: as `cost` has it."""
+        return self.queued_tokens / (self.prompt_tokens_per_s or unmeasured)
+
+    def compute_s(self, demand: Demand, unmeasured: float) -> float:
+        """Returns the time in which the worker computes what it lacks of the prompt."""
+        return self.lacking_tokens(demand) / (self.prompt_tokens_per_s or unmeasured)
 
     @property
     def max_local_tokens(self) -> int:

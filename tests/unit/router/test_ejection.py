@@ -6,14 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.ejection import (
-    FIRST_BACKOFF_S,
-    IN_A_ROW,
-    MAX_BACKOFF_S,
-    MOST_OF_WINDOW,
-    WINDOW,
-    Ejections,
-)
+from router.ejection import Ejections
+from router.tuning import FIRST_BACKOFF_S, IN_A_ROW, MAX_BACKOFF_S, MOST_OF_WINDOW, WINDOW
 from tandem.types import Incarnation
 
 P, Q, D, E = (Incarnation(name) for name in "pqde")

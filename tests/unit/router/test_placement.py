@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from router.placement import Demand, Obstacle, WorkerView, place, readiness
 from router.room import check_pools, common_sequence, longest_sequence
+from router.tuning import DECODE_DRAWS
 from tandem.errors import InvalidRequest, Unavailable
 from tandem.types import ChoiceSpec, GroupSpec, Incarnation, RequestId, Role, SamplingParams, TokenId
 
@@ -39,11 +40,12 @@ def test_blocks_for_which_others_wait_are_not_free(view: Any, load: Any) -> None
     assert set(names([view(P, "p"), besieged, view(D, "full", load(free=0))])) == {("p", "full")}
 
 
-def test_of_many_decode_workers_the_fullest_is_never_taken_and_the_others_share(view: Any, load: Any) -> None:
-    workers = [view(P, "p"), *(view(D, f"d{free}", load(free=free)) for free in (1, 2, 3, 4))]
+def test_of_many_decode_workers_the_fullest_are_never_taken_and_the_others_share(view: Any, load: Any) -> None:
+    workers = [view(P, "p"), *(view(D, f"d{free}", load(free=free)) for free in range(1, 4 + DECODE_DRAWS))]
     taken = names(workers, tries=400)
-    assert ("p", "d1") not in taken
-    assert taken["p", "d4"] > taken["p", "d3"] > taken["p", "d2"] > 0
+    assert not {("p", f"d{free}") for free in range(1, DECODE_DRAWS)} & taken.keys()
+    best = 3 + DECODE_DRAWS
+    assert taken["p", f"d{best}"] > taken["p", f"d{best - 1}"] > taken["p", f"d{best - 2}"] > 0
 
 
 def test_equal_workers_share_the_work(view: Any) -> None:

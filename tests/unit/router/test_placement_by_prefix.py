@@ -13,7 +13,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from router.placement import PREFIX_WORTH, Demand, Placement, WorkerView, place
+from router.placement import Demand, Placement, WorkerView, place
+from router.tuning import FULL_S
 from tandem.types import Incarnation, PrefixAt, Role
 
 P, D = Role.PREFILL, Role.DECODE
@@ -60,12 +61,14 @@ def test_a_prefill_worker_is_worth_waiting_for_as_long_as_computing_takes_longer
     assert set(taken([holder, worker(P, "idle"), worker(D, "d")], P)) == {winner}
 
 
-def test_a_decode_worker_that_holds_all_may_be_fuller_but_not_by_more_than_that_is_worth(worker: View) -> None:
-    workers = [worker(P, "p"), worker(D, "idle")]
-    within = int(64 * PREFIX_WORTH) + 2  # blocks that the idle one lacks are worth a few seats, too
-    assert set(taken([*workers, worker(D, "holder", expected=992, running_seqs=within)], D)) == {"holder"}
-    assert set(taken([*workers, worker(D, "holder", expected=992, running_seqs=within + 2)], D)) == {"idle"}
-    assert set(taken([*workers, worker(D, "holder", expected=496, running_seqs=within)], D)) == {"idle"}
+@pytest.mark.parametrize(("held", "streams", "winner"), [(992, 18, "holder"), (992, 20, "idle"), (496, 18, "idle")])
+def test_a_decode_worker_may_be_fuller_by_what_the_hand_off_would_take(
+    worker: View, held: int, streams: int, winner: str
+) -> None:
+    """A whole hand-off takes as long as a quarter of the seats costs: 16, and as many as the idle one's new blocks."""
+    workers = [worker(P, "p"), worker(D, "idle"), worker(D, "holder", expected=held, running_seqs=streams)]
+    found = placements(workers, replace(DEMAND, handoff_s=FULL_S / 4))
+    assert {str(each.decode.worker_id) for each in found} == {winner}
 
 
 def test_nothing_held_is_worth_waiting_for_a_seat(worker: View) -> None:

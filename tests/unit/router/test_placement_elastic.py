@@ -13,18 +13,16 @@ from hypothesis import strategies as st
 
 from router.fleet import Candidates
 from router.handoff_times import HandoffTimes
-from router.placement import REMOTE_MARGIN, Demand, Obstacle, Placement, WorkerView, place, readiness
+from router.placement import Demand, Obstacle, Placement, WorkerView, place, readiness
 from router.prefix_map import Prefix
 from router.room import common_sequence, longest_sequence
-from router.worker_view import PACKED_SHARE, PREFIX_WORTH
+from router.tuning import FULL_S, OPENING_S, STREAM_WEIGHT
 from router.workers import Workers
 from tandem.errors import Unavailable
 from tandem.types import Incarnation, PlacementReason, Role, TokenId
 
 P, D, E = Role.PREFILL, Role.DECODE, Role.ELASTIC
 DEMAND = Demand(num_tokens=1000, max_total_tokens=1100, num_prompt_tokens=1000)
-BUSY = 40
-"""Of 64 seats: by this the elastic worker that a test is about is the one that decodes nothing more."""
 
 View = Callable[..., WorkerView]
 
@@ -65,42 +63,32 @@ def _named(placement: Placement) -> tuple[str | None, str, PlacementReason]:
 
 def test_a_prompt_stays_where_it_is_decoded_if_others_are_no_faster(worker: View) -> None:
     assert outcome([worker(E, "e")]) == (None, "e", PlacementReason.LOCAL_FASTER)
-    pair = [worker(E, "e"), worker(E, "other", running_seqs=BUSY)]
-    assert outcome(pair) == (None, "e", PlacementReason.LOCAL_FASTER)
     assert outcome([worker(E, "e"), worker(P, "p")]) == (None, "e", PlacementReason.LOCAL_FASTER)
+    assert outcome([worker(E, "e"), worker(P, "p", 0.0)]) == (None, "e", PlacementReason.LOCAL_FASTER), "not measured"
 
 
 @pytest.mark.parametrize(
-    ("rate", "handoff_s", "prefill"),
+    ("rate", "queued", "handoff_s", "prefill"),
     [
-        (1000.0, 0.0, "other"),
-        (1000.0, 5.0, "other"),
-        (1000.0, 7.0, None),  # 1 s and 7 s are no margin of a quarter below 10 s
-        (100 / (1 - REMOTE_MARGIN) + 1, 0.0, "other"),
-        (100 / (1 - REMOTE_MARGIN) - 1, 0.0, None),
-        (0.0, 0.0, None),  # not measured: as fast as this one
+        (1000.0, 0, 0.0, "p"),
+        (1000.0, 0, 8.9, "p"),  # 1 s and 8.9 s there, 10 s here
+        (1000.0, 0, 9.1, None),
+        (1000.0, 8000, 0.9, "p"),
+        (1000.0, 8000, 1.1, None),
+        (99.0, 0, 0.0, None),
     ],
 )
-def test_it_goes_to_who_has_it_there_sooner_by_a_margin(
-    worker: View, rate: float, handoff_s: float, prefill: str | None
+def test_it_goes_to_who_has_it_there_sooner(
+    worker: View, rate: float, queued: int, handoff_s: float, prefill: str | None
 ) -> None:
-    workers = [worker(E, "e"), worker(E, "other", rate, running_seqs=BUSY)]
+    workers = [worker(E, "e"), worker(P, "p", rate, queued_prompt_tokens=queued)]
     reason = PlacementReason.REMOTE_FASTER if prefill else PlacementReason.LOCAL_FASTER
     assert outcome(workers, replace(DEMAND, handoff_s=handoff_s)) == (prefill, "e", reason)
 
 
-def test_who_waits_in_a_line_is_slower(worker: View) -> None:
-    behind = worker(E, "e", queued_prompt_tokens=500)
-    other = worker(E, "other", running_seqs=BUSY)
-    assert outcome([behind, other]) == ("other", "e", PlacementReason.REMOTE_FASTER)
-    longer = worker(E, "other", running_seqs=BUSY, queued_prompt_tokens=300)
-    assert outcome([behind, longer]) == (None, "e", PlacementReason.LOCAL_FASTER)
-
-
 def test_without_any_rate_tokens_are_compared(worker: View) -> None:
-    workers = [worker(E, "e", 0.0, queued_prompt_tokens=500), worker(E, "other", 0.0, running_seqs=BUSY)]
-    assert outcome(workers) == ("other", "e", PlacementReason.REMOTE_FASTER)
-    assert outcome(workers, replace(DEMAND, handoff_s=9.0)) == ("other", "e", PlacementReason.REMOTE_FASTER)
+    workers = [worker(E, "e", 0.0, queued_prompt_tokens=5000), worker(P, "p", 0.0, queued_prompt_tokens=500)]
+    assert outcome(workers) == ("p", "e", PlacementReason.REMOTE_FASTER)
 
 
 def test_of_prefill_workers_the_one_that_is_done_first_is_taken(worker: View) -> None:
@@ -131,86 +119,42 @@ def test_a_worker_at_its_objective_comes_after_others(worker: View) -> None:
     assert outcome([full])[1] == "at objective"
 
 
-@pytest.mark.parametrize(
-    ("heartbeat", "packs"),
-    [
-        ({"running_seqs": 1}, True),
-        ({"waiting_seqs": 1}, True),
-        ({"running_seqs": 20, "waiting_seqs": 3}, True),
-        ({"running_seqs": 20, "waiting_seqs": 4}, False),  # three eighths of its seats, and then no more
-        ({"running_seqs": 32, "step_s": 0.03, "step_objective_s": 0.05}, True),  # more, while its steps are short
-        ({"running_seqs": 32, "step_s": 0.031, "step_objective_s": 0.05}, False),
-        ({"running_seqs": 48, "step_s": 0.03, "step_objective_s": 0.05}, False),  # three quarters of its seats
-        ({"running_seqs": 1, "step_s": 0.05, "step_objective_s": 0.05}, False),
-        ({"running_seqs": 1, "queued_prompt_tokens": 50_000}, False),
-    ],
-)
-def test_few_streams_join_others_and_leave_a_worker_free_for_prompts(
-    worker: View, heartbeat: dict[str, Any], packs: bool
-) -> None:
-    workers = [worker(E, "streams", **heartbeat), worker(E, "idle")]
+def test_streams_join_others_and_leave_a_worker_free_for_prompts(worker: View) -> None:
     demand = Demand(num_tokens=8, max_total_tokens=20, num_prompt_tokens=8)
-    assert outcome(workers, demand)[1] == ("streams" if packs else "idle")
-    fixed = [worker(D, "streams", local=None, **heartbeat), worker(D, "idle", local=None)]
+    workers = [worker(E, "streams", running_seqs=4), worker(E, "idle")]
+    assert outcome(workers, demand) == ("idle", "streams", PlacementReason.REMOTE_FASTER)
+    fixed = [worker(D, "streams", local=None, running_seqs=4), worker(D, "idle", local=None)]
     assert outcome(fixed, demand)[1] == "idle"
 
 
-def test_of_two_with_as_many_streams_the_one_with_fewer_prompts_in_line_decodes(worker: View) -> None:
-    for streams in (0, 2):
-        long = worker(E, "long line", running_seqs=streams, queued_prompt_tokens=900)
-        short = worker(E, "short line", running_seqs=streams, queued_prompt_tokens=100)
-        assert outcome([long, short])[1] == "short line"
-        assert (
-            outcome([worker(E, "streams", running_seqs=streams + 1, queued_prompt_tokens=900), short])[1] == "streams"
-        )
-
-
-def test_prompts_for_others_draw_no_stream(worker: View) -> None:
-    helper = worker(E, "helper", running_seqs=2, running_for_others=2, waiting_seqs=3, waiting_for_others=3)
-    assert outcome([helper, worker(E, "streams", running_seqs=1)])[1] == "streams"
-
-
-def test_a_prefix_draws_no_stream_away_from_where_streams_are_but_decides_among_equals(worker: View) -> None:
-    holder = worker(E, "holder", held=992)
-    assert outcome([holder, worker(E, "streams", running_seqs=4)])[1] == "streams"
-    assert outcome([holder, worker(E, "streams", running_seqs=1)])[1] == "holder"
-    assert outcome([holder, worker(E, "idle")])[1] == "holder"
-
-
 @pytest.mark.parametrize(
-    ("streams", "rate", "queued", "stays"),
+    "heartbeat",
     [
-        (25, 200.0, 10_900, False),  # it takes 59.5 s there, 10 here
-        (25, 200.0, 11_100, True),  # 60.5 s
-        (24, 200.0, 10_900, False),
-        (12, 200.0, 3_000, False),  # half as many streams, a quarter of the patience: 20 s, not 21
-        (12, 200.0, 3_200, False),  # more than that, but within three times its own time
-        (1, 200.0, 4_900, False),
-        (1, 200.0, 5_100, True),
-        (1, 30.0, 0, True),  # slow by itself
+        {"running_seqs": 64},
+        {"running_seqs": 1, "queued_prompt_tokens": 50_000},
+        {"running_seqs": 2, "running_for_others": 2},
     ],
 )
-def test_streams_are_spared_a_prompt_that_another_computes_within_some_times_its_own_time(
-    worker: View, streams: int, rate: float, queued: int, stays: bool
-) -> None:
-    crowded = worker(E, "crowded", running_seqs=streams, step_s=0.01, step_objective_s=0.05)
-    other = worker(P, "other", rate, queued_prompt_tokens=queued, running_seqs=5)  # prompts: it has no streams
-    assert outcome([crowded, other])[0] == (None if stays else "other")
-    waiting = worker(E, "waiting", waiting_seqs=streams, step_s=0.01, step_objective_s=0.05)
-    assert outcome([waiting, worker(P, "other", 100.0, queued_prompt_tokens=queued)])[0] is None, "nobody waits there"
-    computing = worker(E, "computing", running_seqs=streams, running_for_others=streams)
-    assert outcome([computing, worker(P, "other", 100.0, queued_prompt_tokens=queued)])[0] is None, "the same"
+def test_streams_do_not_join_where_they_would_wait_or_nobody_streams(worker: View, heartbeat: dict[str, Any]) -> None:
+    demand = Demand(num_tokens=8, max_total_tokens=20, num_prompt_tokens=8)
+    workers = [worker(E, "other", **heartbeat), worker(E, "streams", running_seqs=1)]
+    assert outcome(workers, demand)[1] == "streams"
 
 
-@pytest.mark.parametrize(("streams", "prefill"), [(4, "other"), (5, None)])
-def test_streams_are_not_spared_at_the_cost_of_as_many_others(worker: View, streams: int, prefill: str | None) -> None:
-    crowded = worker(E, "crowded", running_seqs=8, step_s=0.01, step_objective_s=0.05)
-    other = worker(E, "other", 150.0, running_seqs=streams, queued_prompt_tokens=1_000)
-    assert outcome([crowded, other])[0] == prefill
+def test_streams_are_spared_a_prompt_as_far_as_they_count(worker: View) -> None:
+    """Beside n streams a prompt of 10 s costs n * 10 s * STREAM_WEIGHT more."""
+    for streams in (1, 8):
+        alone_s = 10 * (1 + STREAM_WEIGHT * streams)
+        for queued, prefill in ((alone_s * 100 - 1100, "p"), (alone_s * 100 - 900, None)):
+            crowded = worker(E, "e", running_seqs=streams)
+            assert outcome([crowded, worker(P, "p", queued_prompt_tokens=int(queued))])[0] == prefill
+    waiting, computing = worker(E, "e", waiting_seqs=8), worker(E, "e", running_seqs=8, running_for_others=8)
+    for each in (waiting, computing):
+        assert outcome([each, worker(P, "p", queued_prompt_tokens=100)])[0] is None, "no stream runs there"
 
 
 def test_an_elastic_worker_never_hands_over_to_itself_and_no_suspect_is_asked(worker: View) -> None:
-    slow, fast = worker(E, "e", 1.0), worker(E, "fast", 1e6, running_seqs=BUSY)
+    slow, fast = worker(E, "e", 1.0), worker(P, "fast", 1e6)
     assert outcome([slow, fast]) == ("fast", "e", PlacementReason.REMOTE_FASTER)
     blamed = replace(DEMAND, blamed=frozenset({Incarnation("fast-life-1")}))
     assert outcome([slow, fast], blamed) == (None, "e", PlacementReason.LOCAL_FASTER)
@@ -273,9 +217,9 @@ def test_work_given_all_at_once_is_packed_no_further_than_the_bound(
         assignment = workers.place_now(demand)
         assert not draining or members[0].incarnation not in assignment.placement.incarnations
     seats = [view.assigned_seqs for view in workers.views()][draining:]
+    # Streams join others until the steps there cost more than to open an idle worker does.
+    packed = min(64.0, 64 * OPENING_S / FULL_S) + num_choices
     even = 8 * num_workers * num_choices / len(seats)
-    # Who holds the prefix may be fuller than others by its worth.
-    packed = max(PACKED_SHARE * 64, min(seats) + PREFIX_WORTH * 64) + num_choices
     assert max(seats) <= max(packed, even + 6 * num_choices)
 
 

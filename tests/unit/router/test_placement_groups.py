@@ -12,9 +12,10 @@ from hypothesis import strategies as st
 
 from router.ejection import Pair
 from router.fleet import Candidates, difference, room_of
-from router.placement import SPARE_SHARE, Demand, Obstacle, Search, WorkerView, place
+from router.placement import Demand, Obstacle, Search, WorkerView, place
 from router.prefix_map import Prefix, PrefixIndex, PrefixMap
 from router.room import common_sequence, longest_sequence
+from router.tuning import SPARE_SHARE
 from router.worker_set import WorkerSet, draw, members
 from tandem.errors import Unavailable
 from tandem.types import Incarnation, PlacementReason, Role, TokenId

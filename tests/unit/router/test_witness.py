@@ -4,8 +4,8 @@ from typing import Any
 
 import pytest
 
-from router.ejection import IN_A_ROW
 from router.placement import Demand
+from router.tuning import IN_A_ROW
 from router.witness import Witness
 from router.workers import Workers
 from shell.telemetry.events import TokensArrived

@@ -5,9 +5,9 @@ from typing import Any
 
 import pytest
 
-from router.ejection import FIRST_BACKOFF_S, IN_A_ROW
 from router.placement import Demand, Obstacle
 from router.prefix_map import Prefix
+from router.tuning import FIRST_BACKOFF_S, IN_A_ROW
 from router.workers import Workers
 from tandem.errors import HandshakeMismatch, InvalidRequest, Reason, Unavailable
 from tandem.types import Incarnation, Role, WorkerId, WorkerInfo
@@ -193,12 +193,11 @@ async def test_sequences_that_ended_do_not_count_as_streams_until_the_next_heart
     connect(workers, worker)
     placed = [await workers.place(Demand(num_tokens=10, max_total_tokens=20), wait_s=1.0) for _ in range(3)]
     workers.heartbeat(worker, load(running_seqs=12))
-    crowded = workers.views()[0].crowd
     for each in placed:
         workers.end(each, arrived=True)
-    assert workers.views()[0].crowd == pytest.approx(crowded * 9 / 12)
+    assert workers.views()[0].running_seqs == 9
     workers.heartbeat(worker, load(running_seqs=12))
-    assert workers.views()[0].crowd == crowded
+    assert workers.views()[0].running_seqs == 12
 
 
 async def test_a_prompt_that_another_worker_computes_is_not_in_line_where_it_decodes(
