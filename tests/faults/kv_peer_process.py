@@ -115,7 +115,7 @@ async def _send(pipe: Pipe, transport: str, *, rude: bool) -> None:
     pushing = asyncio.ensure_future(handoff.push(0, (BlockId(0),)))
     await heard(pipe)
     if rude:
-        handoff._sink._connection.sock.shutdown(socket.SHUT_RDWR)
+        handoff._connection.sock.shutdown(socket.SHUT_RDWR)
         pipe.send("dropped")
         await heard(pipe)
     lane.release()

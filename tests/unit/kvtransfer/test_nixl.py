@@ -127,11 +127,11 @@ async def test_a_connection_whose_agent_hangs_is_closed_and_its_blocks_stay_in_q
         hangs.wait(PATIENCE_S)
         drop(self)
 
+    monkeypatch.setattr(Agent, "drop", hanging)
     try:
         async with paired("nixl") as pair:
             handoff = await pair.begin(listener)
             await handoff.push(0, SOURCES)
-            monkeypatch.setattr(Agent, "drop", hanging)
             for session in tuple(pair.receiver._sessions.values()):
                 session._connection._break(PeerLost("cut"))  # no BYE: only the agent's end would prove anything
             async with asyncio.timeout(PATIENCE_S / 2):  # longer would be the hanging thread
