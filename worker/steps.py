@@ -32,7 +32,7 @@ from shell.telemetry.events import PrefixLookedUp, Started, StepEnded
 from shell.telemetry.logging import get_logger
 from tandem.errors import TandemError
 from worker.budget import ChunkBudget
-from worker.parts import WorkerParts
+from worker.ports import WorkerParts
 from worker.releases import BlockReleases
 from worker.request import Request
 from worker.source import BatchedStep, Owner, Sources
