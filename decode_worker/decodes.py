@@ -223,13 +223,14 @@ class Decodes:
         told: dict[RouterPort, TokenColumns] = defaultdict(TokenColumns)
         ended: list[Pair] = []
         broken: dict[Request, None] = {}
+        more = drawn.more
         for row, ((request, seq), token_id) in enumerate(zip(batched.rows, drawn.token_ids, strict=False)):
             if seq.finish_reason is not None or request.has_ended:
                 continue
             if token_id < 0:
                 broken[request] = None
-            elif row in drawn.more:
-                if self._apply_more(request, seq, drawn.more[row], told[request.router]):
+            elif more and row in more:
+                if self._apply_more(request, seq, more[row], told[request.router]):
                     ended.append((request, seq))
             else:
                 request.num_sampled_tokens += 1

@@ -1,6 +1,6 @@
 """The requests that were admitted, running or waiting, and the blocks that they hold.
 
-Carries out what `scheduler.plan_step` decides: takes blocks from the cache, moves sequences on, makes the step to
+Carries out what `scheduler.StepPlanner` decides: takes blocks from the cache, moves sequences on, makes the step to
 launch, in which prompts for other workers are computed too. A step may be planned while another one is in flight; its
 sequences' last tokens may then still be pending.
 
@@ -191,6 +191,8 @@ class RunningBatch:
     @property
     def wait_ratio(self) -> float:
         """How long the worst-off prompt waits, of prompts being computed or waiting for that; 0 = there is none."""
+        if self._decoding.num_whole == len(self._running) and not self._waiting and not self._prompts_beside:
+            return 0.0
         lacking = [
             (each, num_tokens)
             for each in (*self._running, *self._waiting, *self._prompts_beside)
