@@ -26,6 +26,7 @@ from engine.memory import available_memory_bytes, blocks_that_fit, check_memory,
 from engine.prefix_cache import PrefixCache
 from engine.runner import Runner
 from engine.warm_up import StepSizes, warm_up
+from kernels.cpu import library
 from kernels.dispatch import select_kernels, watch_compilations
 from kernels.operations import Kernels
 from kernels.quantized import QuantForm
@@ -140,6 +141,8 @@ def load_engine(config: WorkerConfig, role: EngineRole = ANY_ROLE) -> Engine:
         step_bytes = executor.submit(_warm_up, model, kernels, layout, largest).result()
         kv_cache = _create_pool(config, role, model, layout, max_seqs, step_bytes)
         owned.append(kv_cache)
+        if kv_cache.staging is not None:
+            executor.submit(library.obstacle).result()  # hashes the ring's rows; compiled here, never on a loop
         graph_seqs = min(role.graph_seqs, max_seqs)
         graphs = executor.submit(_capture_graphs, graph_seqs, model, kv_cache, kernels.name).result()
         tier = _host_tier(config, kv_cache, device)

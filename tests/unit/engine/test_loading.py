@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -217,3 +218,13 @@ def test_auto_is_the_first_gpu_if_there_is_one(
 ) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: num_gpus)
     assert str(resolve_device(name)) == expected
+
+
+def test_an_engine_with_a_ring_opens_the_native_kernels_while_it_loads(
+    options: WorkerConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Hand-offs hash the ring's rows with them: opened at the first one, a compiler would hold up the worker's loop."""
+    opened: list[str] = []
+    monkeypatch.setattr("engine.loading.library.obstacle", lambda: opened.append(threading.current_thread().name))
+    load_engine(replace(options, attention_backend="reference"), EngineRole(staged_kv=True)).close()
+    assert any(name.startswith("tandem-engine") for name in opened)
