@@ -58,26 +58,20 @@ class SilentLink:
     def reserve(
         self, handle: Handle, group: worker_pb2.Group, *, local_prefill: bool, max_local_tokens: int | None = None
     ) -> None:
-        self.local_prefill = local_prefill
-        self.max_local_tokens = max_local_tokens
         self.group = group
         self.asked.set()
 
     def prefill(self, group: worker_pb2.Group, listener: GroupListener, destination: str) -> Handle:
         self.destination = destination
-        self.group = group
-        return self._hear(listener)
+        self.listener = listener
+        self.asked.set()
+        return Handle(1)
 
     def grant(self, handle: Handle, ticket: bytes, kv_endpoint: bytes) -> None:
         self.grants.append((handle, ticket, kv_endpoint))
 
     def release(self, _: Handle) -> None:
         self.is_released = True
-
-    def _hear(self, listener: GroupListener) -> Handle:
-        self.listener = listener
-        self.asked.set()
-        return Handle(1)
 
     def says(self, name: str, *args: Any) -> None:
         """Tells the listener, as a WorkerLink does."""
@@ -97,12 +91,10 @@ class NoText:
 class Pair:
     """One attempt on a pair of workers, under way."""
 
-    def __init__(
-        self, info: Callable[..., WorkerInfo], clock: ManualClock, spec: GroupSpec = SPEC, *, local: bool = False
-    ) -> None:
+    def __init__(self, info: Callable[..., WorkerInfo], clock: ManualClock, spec: GroupSpec = SPEC) -> None:
         self.infos = {role: info(role, role) for role in Role}
         self.prefill, self.decode = (SilentLink(self.infos[role]) for role in (Role.PREFILL, Role.DECODE))
-        placement = Placement(None if local else self.infos[Role.PREFILL], self.infos[Role.DECODE])
+        placement = Placement(self.infos[Role.PREFILL], self.infos[Role.DECODE])
         no_text: Any = NoText()
         choices = [ChoiceStream(each.index, no_text, TextParams(), lambda _: None) for each in spec.choices]
         self.delivery = Delivery(choices, NOBODY)
@@ -249,28 +241,6 @@ async def test_the_decode_worker_is_told_what_is_left_of_the_time_after_the_line
     running.running.cancel()
 
 
-async def test_first_tokens_that_end_every_choice_need_no_room(pair: Callable[..., Pair]) -> None:
-    running = pair()
-    await running.get_to("reserve")
-    running.prefill.says("prefill_done", 0.0, 0.0, 0)
-    running.prefill.says("tokens", delta(0, FinishReason.STOP))
-    await running.running
-    running.attempt.release()
-    assert running.decode.is_released
-    assert running.prefill.is_released
-
-
-async def test_a_prompt_computed_where_it_decodes_needs_no_grant(pair: Callable[..., Pair]) -> None:
-    running = pair(local=True)
-    await running.decode.asked.wait()
-    assert running.decode.local_prefill
-    running.decode.says("reserved", b"", b"")
-    running.decode.says("prefill_done", 0.0, 0.0, 0)
-    running.decode.says("tokens", delta(0, FinishReason.STOP))
-    await running.running
-    assert not running.prefill.asked.is_set()
-
-
 @pytest.mark.parametrize(
     ("first", "second"),
     [(Role.DECODE, Role.PREFILL), (Role.PREFILL, Role.DECODE)],
@@ -360,12 +330,4 @@ async def test_tokens_alone_say_that_the_prompt_is_computed(pair: Callable[..., 
     running.prefill.says("tokens", delta(0))
     await asyncio.sleep(0)
     assert running.stages[-1] is RequestState.DECODING
-    running.running.cancel()
-
-
-async def test_the_group_is_encoded_once_for_both_workers(pair: Callable[..., Pair]) -> None:
-    running = pair(resumed(0, 0, 0))
-    await running.get_to("prefill")
-    assert running.decode.group is running.prefill.group
-    assert [each.index for each in running.decode.group.choices] == [0, 1, 2]
     running.running.cancel()
