@@ -49,7 +49,7 @@ from tandem.v1 import worker_pb2
 from tandem.validation import Validator
 from tests.fake_disk import LateDisk
 from tests.manual_clock import ManualClock
-from tests.registering import INFO
+from tests.registering import INFO, UncountedLoad, assigned
 from tests.token_engine import VOCAB_SIZE, WAIT_S, FakeEngine
 from worker.parts import WorkerParts
 from worker.ports import Destination, RouterPort
@@ -282,7 +282,10 @@ class Running:
         if placement is None:
             placement = Placement(cores.infos[Role.PREFILL], cores.infos[Role.DECODE])
         now_s = cores.clock.now_s()
-        self._attempt = Attempt(placement, cores, delivery, Events(), cores.clock, now_s, SILENCE_S, lambda _: None)
+        links: Any = cores
+        self._attempt = Attempt(
+            assigned(placement), links, delivery, Events(), cores.clock, now_s, SILENCE_S, lambda _: None, lambda: None
+        )
         self.task = asyncio.create_task(self._run(spec))
 
     async def _run(self, spec: GroupSpec) -> None:
@@ -297,7 +300,7 @@ class Running:
         return self._ids.ids
 
 
-class JoinedCores:
+class JoinedCores(UncountedLoad):
     """Use as an async context manager; at its end both workers must be idle."""
 
     def __init__(

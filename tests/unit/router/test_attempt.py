@@ -34,6 +34,7 @@ from tandem.types import (
 from tandem.v1 import worker_pb2
 from tests.manual_clock import ManualClock
 from tests.recorded_events import RecordedRequest
+from tests.registering import UncountedLoad, assigned
 
 NOBODY = Events()
 PATIENCE_S = 30.0
@@ -88,7 +89,7 @@ class NoText:
         return ""
 
 
-class Pair:
+class Pair(UncountedLoad):
     """One attempt on a pair of workers, under way."""
 
     def __init__(self, info: Callable[..., WorkerInfo], clock: ManualClock, spec: GroupSpec = SPEC) -> None:
@@ -104,8 +105,10 @@ class Pair:
         links: Any = self
         self.clock = clock
         self.stages: list[RequestState] = []
+        self.ends: list[str] = []
+        """What the attempt reported of the pair."""
         self.attempt = Attempt(
-            placement,
+            assigned(placement),
             links,
             self.delivery,
             RecordedRequest().events,
@@ -113,8 +116,12 @@ class Pair:
             clock.now_s(),
             SILENCE_S,
             self.stages.append,
+            lambda: self.ends.append("decoded"),
         )
         self.running = asyncio.create_task(self.attempt.run(spec))
+
+    def end(self, *_: Any, arrived: bool) -> None:
+        self.ends.append(f"end, arrived: {arrived}")
 
     def link(self, info: WorkerInfo) -> SilentLink:
         return self.prefill if info.role is Role.PREFILL else self.decode
@@ -331,3 +338,18 @@ async def test_tokens_alone_say_that_the_prompt_is_computed(pair: Callable[..., 
     await asyncio.sleep(0)
     assert running.stages[-1] is RequestState.DECODING
     running.running.cancel()
+
+
+async def test_a_pair_is_reported_once_to_have_decoded_and_once_to_have_ended(pair: Callable[..., Pair]) -> None:
+    for has_arrived in (False, True):
+        running = pair()
+        await running.get_to("decode" if has_arrived else "hand-off")
+        if has_arrived:
+            assert running.ends == []  # the first token is the prefill worker's
+            running.decode.says("tokens", delta(1))
+            running.decode.says("tokens", delta(2, FinishReason.STOP))
+            await running.running
+        running.running.cancel()
+        for _ in range(2):
+            running.attempt.release()
+        assert running.ends == ["decoded"] * has_arrived + [f"end, arrived: {has_arrived}"]
