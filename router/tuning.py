@@ -9,13 +9,12 @@ from __future__ import annotations
 
 STREAM_WEIGHT = 0.3
 """Seconds of a first token that are worth one second for which one running stream waits: streams bear some gaps. Set by
-`bench.simulate` (elastic fleets, 2026-11-28): 0.1 and 1 attain 10 % less."""
+`bench.simulate` (elastic fleets of 2, 4 and 16, 2026-11-28), as the next two: 0.2 attains 1 % less."""
 FULL_S = 0.3
-"""Seconds that decoding costs on a full worker, by its longer steps; on others, their share of it. Set as above: 1 s
-attains 10 % less."""
+"""Seconds that decoding costs on a full worker, by its longer steps; on others, their share of it. 1 s attains 10 % less."""
 OPENING_S = 6.0
 """Seconds that the first stream of an elastic worker costs: prompts would keep nobody waiting there without it. With n
-streams another one costs 1 / (1 + n) of that. Set as above: 0.4 s attains 10 % less."""
+streams another one costs 1 / (1 + n) of that. 2 s attains 3 % less, 10 s as much."""
 SEAT_S = 10.0
 """Seconds that a stream waits while as many as fit into a full worker end before it. No bench: always a last resort."""
 NOMINAL_TOKENS_PER_S = 1000.0
@@ -23,8 +22,9 @@ NOMINAL_TOKENS_PER_S = 1000.0
 DRAWS = 2
 """Partners that are looked at, as many more of those that hold most of the prompt (Mitzenmacher 2001: near the best,
 and no herd on old figures)."""
-DECODE_DRAWS = 4
-"""Decode workers that are looked at: streams join others only on a worker that is drawn."""
+DECODE_DRAWS = 8
+"""Decode workers that are looked at: streams join others only on a worker that is drawn. Set by `bench.simulate` (16
+elastic workers): 4 attain 8 % less, 2 attain 12 % less."""
 SPARE_SHARE = 0.75
 """Share of a decode worker that may be in use with a stream which an overloaded one moves there: nearly full, it would
 soon do the same. No bench: only overload meets it."""
