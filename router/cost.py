@@ -1,14 +1,14 @@
-"""Returns what a request costs on a pair of workers, in seconds: the one measure by which placement chooses. Pure.
+"""The cost of a request on a pair of workers, in seconds: the one measure by which placement chooses. Pure.
 
-line      prompt tokens that wait where the prompt is computed / the worker's rate
-compute   tokens that this worker lacks / its rate
-hand-off  as long as those before it took, for the share that the decode worker lacks
-seat      `SEAT_S` for each time that the decode worker is full before the request's turn comes
-streams   what running streams lose, and this one beside them, weighed:
-STREAM_WEIGHT * compute                  for each stream of the worker that computes
-STREAM_WEIGHT * line                     of the decode worker, for this stream, if its prompt is not in it
-FULL_S * share in use                    longer steps; once more, if steps take their objective already
-OPENING_S / (1 + streams)                elastic workers: prompts avoid those that have streams
+- line: prompt tokens that wait where the prompt is computed, by the worker's rate
+- compute: tokens that this worker lacks, by its rate
+- hand-off: as long as those before it took, for the share that the decode worker lacks
+- seat: `SEAT_S` for each time that the decode worker is full before the request's turn comes
+- streams: what running streams lose, and the request's own stream:
+  `STREAM_WEIGHT` * compute, for each stream of the worker that computes;
+  `STREAM_WEIGHT` * line of an elastic decode worker, if another worker computes the prompt;
+  `FULL_S` * share of the decode worker in use: longer steps; `FULL_S` more if steps take their objective already;
+  `OPENING_S` / (1 + streams) on an elastic decode worker: prompts avoid workers that have streams
 """
 
 from __future__ import annotations

@@ -120,6 +120,7 @@ class Search:
         self._suspects = self._blamed | candidates.numbers(candidates.burdened)
         self._pair_burdens = pair_burdens
         self._view = cache(candidates.view)
+        self._known_draws: dict[WorkerSet, list[int]] = {}
         self._paired = candidates.numbers(decode for _, decode in pair_burdens)
         self._decodes = self._able(Role.DECODE)
         self._prefills = self._able(Role.PREFILL)
@@ -171,10 +172,12 @@ class Search:
             for each in self._drawn(self.partners_of(decode), DRAWS, rng):
                 yield Option(self._view(each), view, reason)
 
-    def _drawn(self, workers: WorkerSet, at_most: int, rng: Random) -> Iterator[int]:
-        """Yields a few at random, and some of those that hold most of the prompt."""
-        yield from draw(workers, at_most, rng)
-        yield from draw(self._candidates.held.most(workers), DRAWS, rng)
+    def _drawn(self, workers: WorkerSet, at_most: int, rng: Random) -> list[int]:
+        """Returns a few at random, and some of those that hold most of the prompt; for the same set the same ones."""
+        if workers not in self._known_draws:
+            self._known_draws[workers] = draw(workers, at_most, rng)
+            self._known_draws[workers] += draw(self._candidates.held.most(workers), DRAWS, rng)
+        return self._known_draws[workers]
 
     def _reason_to_stay(self, decode: int) -> PlacementReason | None:
         """Returns why this decode worker computes the prompt, whoever else there is; None = others may."""

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 STREAM_WEIGHT = 0.3
 """Seconds of a first token that are worth one second for which one running stream waits: streams bear some gaps. Set by
-`bench.simulate` (elastic fleets of 2, 4 and 16, 2026-11-28), as the next two: 0.2 attains 1 % less."""
+`bench.simulate` (elastic fleets of 2, 4 and 16, 2026-11-28), as the next two: 1 attains 2 % less."""
 FULL_S = 0.3
-"""Seconds that decoding costs on a full worker, by its longer steps; on others, their share of it. 1 s attains 10 % less."""
+"""Seconds that decoding costs on a full worker, by its longer steps; on others, their share of it. 1 s
+attains 10 % less."""
 OPENING_S = 6.0
 """Seconds that the first stream of an elastic worker costs: prompts would keep nobody waiting there without it. With n
 streams another one costs 1 / (1 + n) of that. 2 s attains 3 % less, 10 s as much."""
