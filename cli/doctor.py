@@ -120,7 +120,6 @@ def _version(name: str) -> str:
 
 
 def _compute_parts() -> dict[str, ConsoleRenderable]:
-    """What depends on torch."""
     try:
         import torch
     except ModuleNotFoundError:
