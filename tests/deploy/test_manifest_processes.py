@@ -157,17 +157,3 @@ def test_a_router_without_workers_lives_and_is_not_ready(mounts: Path) -> None:
         alone = start(stack, "router", mounts)
         assert alone.probe("livenessProbe") == alone.probe("startupProbe") == 200
         assert alone.probe("readinessProbe") == 503
-
-
-def test_a_probe_fails_where_nothing_listens(started: dict[str, Started]) -> None:
-    router = started["router"]
-    log = ['{"event": "admin port", "address": "127.0.0.1:1"}']
-    gone = Started(router.container, Cluster(router.cluster.process, "127.0.0.1:1", log), router.environment)
-    with pytest.raises(ConnectionRefusedError):
-        gone.probe("livenessProbe")
-
-
-def test_sigterm_ends_a_worker_in_order(mounts: Path) -> None:
-    with ExitStack() as stack:
-        worker = start(stack, "decode", mounts, "127.0.0.1:1")
-        assert worker.cluster.stop() == 0
