@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
+import os
 import random
-from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+import signal
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cache
 from typing import Any
 
 import pytest
 import torch
 
-from bench.support.cluster import Cluster, becomes_idle, serve
+from bench.support.cluster import Cluster, becomes_idle, eventually, serve
 from bench.support.reference import load_transformers
 from models.files.checkpoint import DEMO, resolve_model
 from tandem.client import Client
-from tandem.client.results import Choice
+from tandem.client.results import Choice, Completion
 from tandem.errors import InvalidRequest
-from tandem.types import FinishReason
+from tandem.types import FinishReason, Role
 from tests.at_rest import nothing_runs
 
 BLOCK_SIZE = 16
@@ -33,6 +35,16 @@ def options(num_prompt_tokens: int, max_tokens: int, beam_width: int, **more: ob
         "n": beam_width,
         **more,
     }
+
+
+def said(choice: Choice) -> tuple[object, ...]:
+    return choice.token_ids, choice.text, choice.finish_reason
+
+
+def assert_same(found: Sequence[Choice], right: Sequence[Choice]) -> None:
+    """Scores but for rounding: how many rows share a product, and where a prompt is cut, change the last bits."""
+    assert [said(each) for each in found] == [said(each) for each in right]
+    assert [each.score for each in found] == pytest.approx([each.score for each in right], rel=1e-5)
 
 
 @cache
@@ -163,6 +175,14 @@ def test_a_stop_string_cuts_the_text_of_each_choice(client: Client) -> None:
     assert [choice.score for choice in cut] == [choice.score for choice in whole]
 
 
+def test_a_client_that_leaves_frees_every_beam(client: Client) -> None:
+    with ThreadPoolExecutor(1) as callers:
+        waiting = callers.submit(client.complete, timeout_s=0.3, **options(200, 700, 16))
+        assert waiting.exception() is not None
+
+    assert becomes_idle(client, 5), client.status()
+
+
 def test_a_pool_too_small_for_all_searches_changes_nothing() -> None:
     requests = [options(60 + i, 60, 5) for i in range(5)]
     with serve("demo", "--kv-blocks", "48", "--block-size", "16") as small, Client(small.target) as client:
@@ -179,3 +199,56 @@ def test_a_pool_too_small_for_all_searches_changes_nothing() -> None:
         assert sum(worker.load.preemptions for worker in client.status().workers) > 0
         with pytest.raises(InvalidRequest, match=r"sampling\.beam_width: "):
             client.complete(**options(600, 10, 16))
+
+
+@pytest.fixture(scope="module")
+def running_pairs() -> Iterator[Client]:
+    """Two prefill and two decode workers, of which earlier tests of a file may have killed some."""
+    with serve("demo", "--prefill", "2", "--decode", "2") as cluster, Client(cluster.target) as client:
+        client.wait_ready(timeout_s=30)
+        yield client
+
+
+@pytest.fixture
+def pairs(running_pairs: Client) -> Client:
+    """All four of them, at rest: those that were killed are back."""
+
+    def whole() -> bool:
+        workers = running_pairs.status().workers
+        return len(workers) == 4 and all(worker.connected for worker in workers)
+
+    assert eventually(whole, 30), running_pairs.status()
+    assert becomes_idle(running_pairs, 10), running_pairs.status()
+    return running_pairs
+
+
+TO_BE_DISTURBED = [options(60 + 40 * i, 100, 4) for i in range(4)]
+
+
+@pytest.fixture(scope="module")
+def undisturbed(running_pairs: Client) -> list[tuple[Choice, ...]]:
+    with ThreadPoolExecutor(len(TO_BE_DISTURBED)) as callers:
+        return [each.choices for each in callers.map(lambda each: running_pairs.complete(**each), TO_BE_DISTURBED)]
+
+
+@pytest.mark.parametrize("role", [Role.PREFILL, Role.DECODE])
+def test_a_worker_killed_in_the_middle_changes_nothing(
+    pairs: Client, undisturbed: list[tuple[Choice, ...]], role: Role
+) -> None:
+    with ThreadPoolExecutor(len(TO_BE_DISTURBED)) as callers:
+        futures: list[Future[Completion]] = []
+
+        def a_search_runs() -> bool:
+            if all(future.done() for future in futures):  # asked again: whoever looks may be late
+                futures.extend(callers.submit(pairs.complete, timeout_s=60, **each) for each in TO_BE_DISTURBED)
+            return any(worker.load.running_seqs >= 4 for worker in pairs.status().workers)
+
+        assert eventually(a_search_runs, 20)
+        workers = [each for each in pairs.status().workers if each.info.role is role]
+        busiest = max(workers, key=lambda worker: worker.load.pool.live)
+        os.kill(busiest.info.pid, signal.SIGKILL)
+        completions = [future.result(timeout=90) for future in futures]
+
+    for completion, choices in zip(completions, undisturbed * (len(completions) // len(undisturbed)), strict=True):
+        assert_same(completion.choices, choices)
+    assert eventually(lambda: busiest.info.pid not in {each.info.pid for each in pairs.status().workers})
