@@ -351,14 +351,3 @@ async def test_a_ticket_that_is_none_fails_its_prompt_alone(
     assert isinstance(rig.router.errors[bad], TransferError)
     await rig.settles()
     target.let_go(landing)
-
-
-async def test_a_ticket_for_fewer_blocks_than_the_prompt_has_fails(
-    target: Target, make_rig: Callable[..., Rig]
-) -> None:
-    rig, landing = make_rig(), target.reserve(16)
-    handle = rig.prefill(spec_of(40), landing.offer)
-    await rig.router.arrivals.until(lambda: handle in rig.router.errors)
-    assert isinstance(rig.router.errors[handle], TransferError)
-    await rig.settles()
-    await target.arrivals.until(lambda: target.pool.num_free == NUM_BLOCKS)
