@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 
 from engine.block_pool import BlockPool
-from engine.chunking import ChunkTokens
+from engine.chunking import ChunkTokens, EngineSizes
 from engine.disk_tier import DiskTier
 from engine.engine_thread import EngineThread
 from engine.graphs import CAPTURABLE, CudaCapturer, DecodeGraphs, batch_sizes, context_bounds
@@ -85,10 +85,7 @@ class Engine:
     """Where `cache` puts what `tier` has no room for."""
     thread: EngineThread
     backend_name: str
-    chunk_tokens: ChunkTokens
-    """Tokens of prompts in a step, at most; a worker where nobody decodes has no use for `beside`."""
-    max_seqs: int
-    """Sequences of a step."""
+    sizes: EngineSizes
 
     @property
     def pool(self) -> BlockPool:
@@ -99,11 +96,6 @@ class Engine:
     def fingerprint(self) -> str:
         """The model's: equal on workers that may exchange KV."""
         return self.model.fingerprint
-
-    @property
-    def max_sequence_tokens(self) -> int:
-        """Longest sequence, completion included, that context and pool can hold."""
-        return min(self.model.config.context_tokens, self.pool.num_blocks * self.layout.block_size)
 
     def close(self) -> None:
         """Joins the thread, then gives the KV memory back. Idempotent."""
@@ -175,8 +167,9 @@ def load_engine(config: WorkerConfig, role: EngineRole = ANY_ROLE) -> Engine:
         disk=disk,
         thread=EngineThread(runner, executor),
         backend_name=kernels.name,
-        chunk_tokens=chunk_tokens,
-        max_seqs=max_seqs,
+        sizes=EngineSizes(
+            chunk_tokens, max_seqs, min(model.config.context_tokens, kv_cache.num_blocks * layout.block_size)
+        ),
     )
     _log_loaded(engine, kernels, config.attention_backend, time.monotonic() - started_s)
     return engine
