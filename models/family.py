@@ -105,7 +105,7 @@ class Family:
     norm_offset: bool = False
     """Norms multiply by 1 + weight."""
     wide_norms: bool = False
-    """Whether norms multiply by their weight before rounding; `norm_offset` implies this order."""
+    """Whether norms multiply by their weight, in float32, before rounding."""
     scaled_embedding: bool = False
     """Embeddings are multiplied by the root of `hidden_size`."""
     query_scale: bool = False
@@ -152,6 +152,7 @@ _GEMMA: Any = {
     "activation_key": "hidden_activation",
     "norms": NORMS_AROUND,
     "norm_offset": True,
+    "wide_norms": True,
     "scaled_embedding": True,
     "query_scale": True,
     "absent_head_dim": 256,
