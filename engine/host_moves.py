@@ -101,8 +101,9 @@ class HostMoves:
             self.rows.filled(moves.stores)
             self.num_stored += len(moves.stores)
             self.num_loaded += len(moves.loads)
-            self._pool.release(tuple(moves.loads))
-            self.free(moves.loads.values())
+            if moves.loads:
+                self._pool.release(tuple(moves.loads))
+                self.free(moves.loads.values())
         self.rows.unpin(moves.stores)
 
     def leaving(self) -> set[BlockId]:

@@ -30,7 +30,7 @@ class RetryPolicy:
     """Wait for a pair of workers to be there: as long as a worker takes to be replaced."""
     silence_s: float = 120.0
     """Longest time without a word about a request from one of the workers that hold it. Where it waits, they say so
-    every few seconds (`worker.waits`)."""
+    every few seconds (`worker.core`)."""
     progress_tokens: int = 16
     """New tokens of one choice by which a pair that failed was still a good one: tries are counted from 0 again.
 
@@ -48,7 +48,7 @@ class Retries:
     def __init__(self, policy: RetryPolicy) -> None:
         self._policy = policy
         self.blamed: set[Incarnation] = set()
-        """Workers that failed the request: asked again only where no others exist."""
+        """Workers that failed the request. Placement takes them last."""
         self._culprits: set[Incarnation] = set()
         """Workers that failed the request on their own, not in a hand-off."""
         self._num_failed = 0

@@ -9,15 +9,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from decode_worker.running_batch import RunningBatch
-from decode_worker.scheduler import Beside, StepLimits, StepPlan, plan_step
+from decode_worker.scheduler import Beside, StepPlan
 from engine.block_pool import BlockPool
 from engine.prefix_cache import PrefixCache
 from shell.clock import Deadline
 from shell.telemetry.events import Events
 from tandem.types import ChoiceSpec, GroupSpec, Handle, RequestId, SamplingParams, TokenId
 from tests.decode_rows import feeds_of, seqs_of
+from tests.heard_router import HeardRouter
 from tests.manual_clock import ManualClock
-from tests.unit.decode_worker.conftest import FakeRouter
 from worker.admission import Forecast
 from worker.budget import ChunkBudget
 from worker.releases import BlockReleases
@@ -31,8 +31,8 @@ BLOCK_SIZE = 4
 class PlainBatch(RunningBatch):
     """Every plan is of all."""
 
-    def _plan(self, limits: StepLimits) -> tuple[StepPlan, Beside | None]:
-        return plan_step(self._running, self._waiting, self._cache, limits, self._forecast), None
+    def _plan(self, chunk_tokens: int) -> tuple[StepPlan, Beside | None]:
+        return self._planned(self._running, chunk_tokens), None
 
 
 class World:
@@ -42,10 +42,9 @@ class World:
     """
 
     def __init__(self, batch: type[RunningBatch], num_blocks: int, max_seqs: int) -> None:
-        limits = StepLimits(BLOCK_SIZE, max_seqs, 8)
         self.cache = PrefixCache(BlockPool(num_blocks, BLOCK_SIZE), enabled=False)
         pool = self.cache.pool
-        self.batch = batch(self.cache, limits, Forecast(pool, 4), budget(limits), BlockReleases(pool))
+        self.batch = batch(self.cache, max_seqs, Forecast(pool, 4), ChunkBudget(8), BlockReleases(pool))
         self.in_flight: deque[BatchedStep] = deque()
         self.draws: list[tuple[int, int]] = []
         """Of the newest step: whose each is."""
@@ -55,7 +54,7 @@ class World:
         prompt = tuple(TokenId(1 + number % 2) for _ in range(num_prompt_tokens))
         spec = GroupSpec(RequestId(f"r{number}"), prompt, sampling, choices)
         deadline = Deadline.after(ManualClock(), None)
-        self.batch.join(Request(FakeRouter(), Handle(number), spec, number, 0.0, deadline, Events()))
+        self.batch.join(Request(HeardRouter(), Handle(number), spec, number, 0.0, deadline, Events()))
 
     def release(self, number: int) -> None:
         for request in [each for each in self.batch.requests if each.handle == number]:
@@ -105,10 +104,6 @@ class World:
             self.batch.leave(request)
         elif seq.is_finished:
             self.batch.choice_ended(request, seq)
-
-
-def budget(limits: StepLimits) -> ChunkBudget:
-    return ChunkBudget(limits.chunk_tokens)
 
 
 def check_rows(batched: BatchedStep) -> None:
