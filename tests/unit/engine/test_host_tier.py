@@ -9,12 +9,12 @@ import pytest
 from engine.block_pool import BlockPool
 from engine.host_tier import HostTier
 from engine.runner import Runner
-from engine.step import BlockCopy, Direction, HostRow, ScheduledSeq, Step, TierMove
+from engine.step import BlockCopy, Direction, ScheduledSeq, Step, TierMove
 from tandem.errors import InternalError
 from tandem.types import BlockId, TokenId
 
 BLOCK_SIZE = 4
-ROWS = tuple(map(HostRow, range(8)))
+ROWS = tuple(range(8))
 
 
 @pytest.fixture

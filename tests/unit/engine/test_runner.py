@@ -18,7 +18,6 @@ from engine.step import (
     BlockCopy,
     BrokenLogits,
     Direction,
-    HostRow,
     SampledToken,
     ScheduledSeq,
     Step,
@@ -119,7 +118,7 @@ def test_choices_draw_from_the_row_of_the_prompts_last_token(make_seq, decoder, 
     [
         (Step(()), "without seqs"),
         (Step(SEQS, copies=(BlockCopy(BlockId(0), BlockId(64)),)), "beyond the 64"),
-        (Step(SEQS, moves=(TierMove(BlockId(0), HostRow(0), Direction.OUT),)), "no host tier"),
+        (Step(SEQS, moves=(TierMove(BlockId(0), 0, Direction.OUT),)), "no host tier"),
     ],
 )
 def test_a_step_that_cannot_be_is_refused_before_it_runs(decoder, kv_cache, step: Step, why: str) -> None:
