@@ -85,12 +85,8 @@ class BlockPool:
         """Where the block is now."""
         return _STATES[self._state[block]]
 
-    def generation(self, block: BlockId) -> int:
-        """How often the block was allocated; never falls."""
-        return self._generation[block]
-
     def generations(self, blocks: Sequence[BlockId]) -> npt.NDArray[np.uint64]:
-        """Returns the `generation` of each block."""
+        """Returns how often each block was allocated; a number that never falls."""
         return self._generations[np.asarray(blocks, np.intp)].astype(np.uint64)
 
     def ref_count(self, block: BlockId) -> int:

@@ -290,7 +290,7 @@ def open_bench(load_tiny_engine: Callable[..., Engine]) -> Callable[..., object]
         memory = PoolMemory(
             engine.kv_cache.host_rows, engine.kv_cache.shared_fd, new_incarnation(), engine.kv_cache.staging
         )
-        prints = Fingerprints(engine.fingerprint, engine.layout)
+        prints = Fingerprints(engine.model.fingerprint, engine.layout)
         receiver = KvReceiver(memory, prints, MonotonicClock(), (SHM, TCP), "127.0.0.1")
         validator = Validator(Limits(), VOCAB_SIZE, CONTEXT_TOKENS)
         worker = new_decode_worker(

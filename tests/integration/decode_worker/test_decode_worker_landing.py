@@ -41,7 +41,7 @@ async def open_prefill(engine: Engine, transport: str) -> AsyncIterator[Worker]:
     memory = PoolMemory(
         engine.kv_cache.host_rows, engine.kv_cache.shared_fd, new_incarnation(), engine.kv_cache.staging
     )
-    prints = Fingerprints(engine.fingerprint, engine.layout)
+    prints = Fingerprints(engine.model.fingerprint, engine.layout)
     sender = KvSender(memory, prints, clock, transport)
     validator = Validator(Limits(), VOCAB_SIZE, CONTEXT_TOKENS)
     parts = WorkerParts(engine.thread, engine.cache, validator, clock)
@@ -199,7 +199,7 @@ async def opened_by_child(bench: Any, spec: GroupSpec, transport: str) -> AsyncI
     handle = bench.reserve(spec, local_prefill=False)
     await bench.router.until(lambda: handle in bench.router.tickets)
     ticket, endpoint = bench.router.tickets[handle]
-    child = idle_writer(transport, ticket, endpoint, Fingerprints(bench.engine.fingerprint, bench.engine.layout))
+    child = idle_writer(transport, ticket, endpoint, Fingerprints(bench.engine.model.fingerprint, bench.engine.layout))
     try:
         assert await child.hear() == OPENED
         yield child, handle
