@@ -251,8 +251,10 @@ class BlockPool:
     def _require(self, blocks: Sequence[BlockId], states: tuple[int, ...], verb: str) -> npt.NDArray[np.intp]:
         """The blocks as indices; raises InternalError if one is named twice or in another state."""
         indices = np.asarray(blocks, np.int32).astype(np.intp)
-        if len(indices) > _FEW and self._are_distinct(indices) and self._are_in(indices, states):
-            return indices
+        if len(indices) > _FEW and self._are_distinct(indices):
+            found = self._states[indices]
+            if sum(np.count_nonzero(found == state) for state in states) == len(indices):
+                return indices
         if len(set(blocks)) != len(blocks):
             raise InternalError(f"{verb} names a block twice")
         for block in blocks:
@@ -268,13 +270,6 @@ class BlockPool:
         numbers = self._numbers[: len(indices)]
         self._order[indices] = numbers
         return bool((self._order[indices] == numbers).all())
-
-    def _are_in(self, indices: npt.NDArray[np.intp], states: tuple[int, ...]) -> bool:
-        found = self._states[indices]
-        is_right = found == states[0]
-        for state in states[1:]:
-            is_right |= found == state
-        return bool(is_right.all())
 
     def _free_blocks(self, indices: npt.NDArray[np.intp]) -> None:
         self._move_all(indices, _FREE)

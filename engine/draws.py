@@ -49,8 +49,6 @@ class SampleSpec(NamedTuple):
 
     May be the seq's own: `launch` reads it before it returns.
     """
-    from_end: int = 0
-    """From which of the seq's scheduled tokens: 0 = the last, 1 = the one before, …"""
     num_candidates: int = 0
     """0 = one token is drawn as `params` say; k = the k best with their log-probabilities, best first (beam search).
 

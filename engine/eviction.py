@@ -74,7 +74,8 @@ class Evictor:
             leaf = self._tree.least_used(Tier.DEVICE)
             if leaf is None or leaf.last_used > began:  # all have been looked at
                 break
-            num_unheld = self._num_unheld(leaf, num_blocks - num_freed)
+            last = leaf.places[max(0, len(leaf.places) - num_blocks + num_freed) :]
+            num_unheld = self._pool.num_cached_last(as_blocks(last))
             if num_unheld:
                 self._evict_tail(leaf, num_unheld, store=store and self._costs.loading_pays)
                 num_freed += num_unheld
@@ -82,10 +83,6 @@ class Evictor:
                 leaf.last_used = self._tree.tick()  # it is in use now
         self._counters.evicted_blocks += num_freed
         return num_freed
-
-    def _num_unheld(self, node: Node, at_most: int) -> int:
-        """Returns how many of the node's last blocks nobody holds."""
-        return self._pool.num_cached_last(as_blocks(node.places[max(0, len(node.places) - at_most) :]))
 
     def _evict_tail(self, node: Node, num_blocks: int, *, store: bool) -> None:
         """Evicts the node's last blocks: into the host tier as far as that has room, and forgets the others."""
@@ -98,14 +95,10 @@ class Evictor:
         if num_stored:
             if num_kept:
                 self._tree.split(node, num_kept)
-            self._store(node)
-
-    def _store(self, node: Node) -> None:
-        """Moves a node's CACHED blocks to the host tier, which has room."""
-        blocks = as_blocks(node.places)
-        self._pool.evict(blocks)
-        self._tree.move(node, Tier.HOST, array("i", [self._host.store(block) for block in blocks]))
-        self._tree.merge(node)
+            blocks = as_blocks(node.places)
+            self._pool.evict(blocks)
+            self._tree.move(node, Tier.HOST, array("i", [self._host.store(block) for block in blocks]))
+            self._tree.merge(node)
 
     def make_room(self, num_rows: int, tier: Tier = Tier.HOST) -> int:
         """Frees rows of a tier, least recently used first; returns how many of `num_rows` there are then."""

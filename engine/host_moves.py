@@ -28,8 +28,6 @@ _WEIGHT = 0.1
 
 @dataclass(slots=True)
 class _Moves:
-    """Moves of a step."""
-
     stores: dict[int, BlockId] = field(default_factory=dict)
     loads: dict[BlockId, int] = field(default_factory=dict)
 

@@ -59,7 +59,7 @@ def _counts_output(params: SamplingParams) -> bool:
 
 
 def fixed_changes(params: SamplingParams) -> FixedChanges | None:
-    """What `params` change in every step alike, if anything. To be kept for each choice: each id takes a microsecond."""
+    """What `params` change in every step alike, if anything. To be kept for each choice: an id takes a microsecond."""
     if not params.logit_bias and not params.min_tokens:
         return None
     return FixedChanges(
@@ -185,7 +185,6 @@ _Arrays: TypeAlias = tuple[npt.NDArray[np.generic], ...]
 
 
 def _repetition_arrays(rows: Sequence[_Row], fed_by: Mapping[int, int]) -> _Arrays:
-    """Returns the arrays of a `_Repetition`."""
     histories = [_history(spec) for _, spec in rows]
     prompts, outputs = [each.prompt_ids for each in histories], [each.output_ids for each in histories]
     fed = [number in fed_by for number, _ in rows]
@@ -201,7 +200,6 @@ def _repetition_arrays(rows: Sequence[_Row], fed_by: Mapping[int, int]) -> _Arra
 
 
 def _counted_arrays(rows: Sequence[_Row], fed_by: Mapping[int, int]) -> _Arrays:
-    """Returns the arrays of a `_Counted`."""
     rows = sorted(rows, key=lambda row: row[0] not in fed_by)
     histories = [_history(spec) for _, spec in rows]
     ids = [each.output_ids for each in histories]
@@ -227,14 +225,12 @@ def _counted_arrays(rows: Sequence[_Row], fed_by: Mapping[int, int]) -> _Arrays:
 
 
 def _bias_arrays(rows: Sequence[_Row]) -> _Arrays:
-    """Returns the arrays of `_Entries`."""
     fixed = [_fixed(spec) for _, spec in rows]
     biases = np.concatenate([np.empty(0, dtype=np.float32), *(each.biases for each in fixed)])
     return *_entries(rows, [each.bias_ids for each in fixed]), biases
 
 
 def _end_arrays(rows: Sequence[_Row]) -> _Arrays:
-    """Returns the arrays of `_Entries`."""
     numbers, ids = _entries(rows, [_fixed(spec).end_ids for _, spec in rows])
     return numbers, ids, np.full(len(ids), -np.inf, dtype=np.float32)
 

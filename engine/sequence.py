@@ -157,7 +157,7 @@ class Sequence:
             if output_index < params.min_tokens and self.guide.leaves_only(params.end_token_ids):
                 params = replace(params, min_tokens=0)  # the grammar allows nothing but an end
         # By place, and so in half the time: it is done for each seq in each step.
-        return SampleSpec(params, output_index, self._history, 0, self.num_candidates, mask, self._fixed)
+        return SampleSpec(params, output_index, self._history, self.num_candidates, mask, self._fixed)
 
     def blocks_wanted(self, num_tokens: int, block_size: int) -> int:
         """Blocks to add before `num_tokens` more tokens can be computed; copies on write not counted."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+from array import array
 
 import pytest
 from hypothesis import given
@@ -13,7 +14,6 @@ from engine import block_names
 from engine.block_pool import BlockPool
 from engine.host_tier import HostTier
 from engine.prefix_cache import PrefixCache
-from engine.prefix_tree import decode
 from shell.prefix_hash import block_hashes
 
 SIZE, NUM_BLOCKS = 2, 12
@@ -44,7 +44,7 @@ def known(cache: PrefixCache) -> list[int]:
         while above:
             before, node = above.pop()
             tokens = before + node.edge
-            found += block_hashes(salt, decode(tokens), SIZE)[-len(node.places) :]
+            found += block_hashes(salt, array("I", tokens), SIZE)[-len(node.places) :]
             above += [(tokens, child) for child in node.children.values()]
     return found
 

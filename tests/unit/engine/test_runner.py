@@ -68,27 +68,6 @@ def test_any_split_into_chunks_and_any_mix_gives_the_same_tokens(make_seq, decod
     pool.assert_idle()
 
 
-def test_a_preempted_seq_ends_with_the_same_tokens(make_seq, decoder, kv_cache) -> None:
-    pool = BlockPool(kv_cache.num_blocks, BLOCK_SIZE)
-    seq = make_seq((3, 1, 4, 1, 5), max_tokens=8)
-    runner = Runner(decoder, kv_cache)
-    seq.add_blocks(pool.allocate(2))
-    (((token,),),) = runner.run(Step((seq.schedule(5),))).outputs
-    seq.append_token(token.token_id)
-    pool.release(seq.take_blocks())
-    kv_cache.fill_poison()
-    run([seq], runner, pool, budget=4)
-    assert list(seq.output_token_ids) == expected_completion((3, 1, 4, 1, 5), 8)
-    pool.assert_idle()
-
-
-def test_a_seq_resumed_elsewhere_continues_with_the_same_tokens(make_seq, decoder, kv_cache) -> None:
-    completion = expected_completion((2, 7), 6)
-    resumed = make_seq((2, 7), tuple(completion[:3]), max_tokens=6)
-    run([resumed], Runner(decoder, kv_cache), BlockPool(kv_cache.num_blocks, BLOCK_SIZE), budget=64)
-    assert list(resumed.output_token_ids) == completion
-
-
 def test_only_the_seqs_that_ask_for_a_token_get_one(make_seq, decoder, kv_cache) -> None:
     pool = BlockPool(kv_cache.num_blocks, BLOCK_SIZE)
     chunked, whole = make_seq((1, 2, 3)), make_seq((4, 5))
