@@ -4,7 +4,9 @@
 - Pages and lines of docs/*.md; bytes of bench/LOG.md, docs/performance.md and README.md.
 - Docstrings of the product whose subject is a pronoun: they begin with "Of", or have at most 12 words, one of which is
   "it", "they", "those", "one" or "others".
-- Options: rows of docs/options.md. Constants: numbers in capitals of modules in the rooms that decide policy.
+- Options of `serve`, the router and the workers: rows of docs/options.md, but for those of `calls` and removed ones.
+- Tuned constants of policy: names in capitals that a module assigns a number, in files named `tuning.py` and in those
+  that decide who computes what (`_POLICY`): checkouts without `tuning.py` have them there.
 - With `--walk`, the files on each way, as the checkout's own `bench.walk` counts them (a minute each).
 """
 
@@ -22,11 +24,16 @@ from pathlib import Path
 from bench.support.markdown import table
 
 _BESIDE = ("bench", "tests", ".ci", "deploy", "setup.py")
-_POLICY = ("router", "worker", "prefill_worker", "decode_worker")
+_POLICY = (
+    *("router/placement.py", "router/ejection.py", "router/worker_view.py", "router/admission.py"),
+    *("worker/admission.py", "worker/budget.py", "prefill_worker/prompt_line.py"),
+    *("decode_worker/admission.py", "decode_worker/moves.py", "decode_worker/policy.py"),
+    *("decode_worker/chunk_budget.py", "decode_worker/growth.py", "decode_worker/pressure.py"),
+)
 _PRONOUNS = {"it", "they", "those", "one", "others"}
 _MOST_WORDS = 12
 _CAPITALS = re.compile(r"_?[A-Z][A-Z0-9_]*")
-_OPTION = re.compile(r"^\| `--", re.MULTILINE)
+_OPTION = re.compile(r"^\| `--.*? \| .* \| (?!calls )[^|]* \| .* \|$", re.MULTILINE)
 
 Measures = dict[str, str]
 
@@ -49,9 +56,10 @@ def measures(checkout: Path) -> Measures:
     docstrings = [text for file in files for text in _docstrings((checkout / file).read_text(encoding="utf-8"))]
     unclear = sum(map(is_unclear, docstrings))
     found["docstrings whose subject is a pronoun"] = f"{unclear:,} of {len(docstrings):,}"
-    found["options, rows of docs/options.md"] = str(len(_OPTION.findall((checkout / "docs/options.md").read_text())))
-    constants = [file for file in files if file.parts[0] in _POLICY for _ in _constants(checkout / file)]
-    found["numeric constants of policy"] = f"{len(constants)} in {len(set(constants))} files"
+    found["options of processes"] = str(len(_OPTION.findall((checkout / "docs/options.md").read_text())))
+    policy = [file for file in files if file.name == "tuning.py" or str(file) in _POLICY]
+    constants = [file for file in policy for _ in _constants(checkout / file)]
+    found["tuned constants of policy"] = f"{len(constants)} in {len(set(constants))} files"
     return found
 
 

@@ -162,15 +162,8 @@ def _gpu(results: Document, kernels: Document) -> list[str]:
             for each in found["results"]:
                 what = f"hand-off, {each['transport']}, blocks of {each['block_bytes'] / 1024:.0f} KiB, GB/s"
                 rows.append((what, _number(each["median_gb_per_s"])))
-    for step in kernels["decode_steps"]:
-        parts = ("linear", "attention", "small", "sampling")
-        figures = " + ".join(_number(step[f"{name}_ms"]) for name in parts)
-        rows.append((f"{step['model']}: parts of a decode step {step['batch']} × {step['context']}, ms", figures))
     rows += [(f"idle share of the device, {gap['how']}", f"{gap['idle_share']:.1%}") for gap in kernels["launch_gaps"]]
-    return [
-        "Parts of a step: products, attention, small operations, sampling.\n",
-        table(("figure", "Tandem"), rows),
-    ]
+    return [table(("figure", "Tandem"), rows)]
 
 
 def _transfers(results: Document) -> str:

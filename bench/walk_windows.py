@@ -35,7 +35,7 @@ _ENGINE = ("EngineThread.", "Runner.")
 _STEP_ENDS = "Runner.collect"
 _CODE_UNIT_BYTES = 2
 """A coroutine that stands still is resumed at the instruction after the one at which it is suspended."""
-_HANDS_OVER = frozenset({"RouterSession.tokens", "RouterSession.token"})
+_HANDS_OVER = frozenset({"RouterSession.token_rows", "RouterSession.token"})
 """Tokens go to the stream of their router: all bare ones of a step, or one by one."""
 _MOST = 0.75
 """Of all windows: two processes do not take turns in the same way each time."""

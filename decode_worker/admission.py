@@ -31,21 +31,16 @@ from __future__ import annotations
 from itertools import islice
 
 from decode_worker.incoming_transfers import IncomingTransfers
-from decode_worker.policy import WorkerPolicy
 from decode_worker.running_batch import RunningBatch
 from engine.prefix_cache import PrefixCache
 from prefill_worker.prompts import Prompts
 from tandem.errors import Overloaded
 from worker.admission import Forecast, Line, is_overdue, note_overtaken
 from worker.request import Request
+from worker.tuning import LOOK_AHEAD, PROMPT_STEPS, SEATS_AHEAD
 
-LOOK_AHEAD = 32
-"""Requests in line of which one is looked for that fits: they are looked at in every step."""
-SEATS_AHEAD = 4
-"""Sequences per seat that run, wait to run or are under way: seats stay filled while a hand-off takes up to three times
-the time of decoding."""
-PROMPT_STEPS = 64
-"""Steps in which running sequences grow while a prompt for another worker holds its blocks: about a second."""
+MAX_QUEUED = 1024
+"""Reservations that may wait on a worker; routers queue before that."""
 STANDSTILL_S = 2.0
 """How long nothing may go on for lack of room before one that holds room fails: longer than most hand-offs take."""
 
@@ -55,7 +50,7 @@ class Admission:
 
     def __init__(
         self,
-        policy: WorkerPolicy,
+        max_seqs: int,
         cache: PrefixCache,
         forecast: Forecast,
         batch: RunningBatch,
@@ -63,7 +58,7 @@ class Admission:
         prompts: Prompts,
     ) -> None:
         self.line = Line(lambda request: request.rank)
-        self._policy = policy
+        self._max_seqs = max_seqs
         self._cache = cache
         self._pool = cache.pool
         self._forecast = forecast
@@ -87,7 +82,7 @@ class Admission:
 
     def add(self, request: Request) -> None:
         """Puts a reservation in line. Raises Overloaded if the line is full."""
-        if len(self.line) >= self._policy.max_queued:
+        if len(self.line) >= MAX_QUEUED:
             raise Overloaded(f"{len(self.line)} requests already wait for KV blocks")
         self.line.add(request)
 
@@ -142,7 +137,7 @@ class Admission:
     def _next(self) -> Request | None:
         """Returns the first in line that fits, unless an overdue one before it waits for room."""
         num_seqs = self._transfers.num_seqs + self._batch.num_running + self._batch.num_waiting
-        seats = SEATS_AHEAD * self._policy.limits.max_seqs - num_seqs
+        seats = SEATS_AHEAD * self._max_seqs - num_seqs
         if seats <= 0:
             return None
         available = self._cache.num_available

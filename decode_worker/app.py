@@ -11,12 +11,10 @@ from dataclasses import replace
 
 from opentelemetry.trace import Tracer
 
-from decode_worker.policy import WorkerPolicy
-from decode_worker.scheduler import StepLimits
 from decode_worker.worker import new_decode_worker
 from engine.graphs import MAX_CAPTURED_SEQS
 from engine.guides import Guides
-from engine.loading import Engine, EngineRole
+from engine.loading import EngineRole
 from kvtransfer.receiver import KvReceiver
 from kvtransfer.ticket import MAX_BLOCKS
 from kvtransfer.transports import CUDA_IPC, SHM
@@ -45,12 +43,14 @@ async def serve(config: DecodeConfig, tracer: Tracer | None, stop: StopSignal) -
         graph_seqs=MAX_CAPTURED_SEQS if config.cuda_graph_seqs is None else config.cuda_graph_seqs,
     )
     async with base.engine(engine_role, stop) as engine:
+        block_size = engine.layout.block_size
+        # One ticket must be able to name all blocks of a sequence.
+        max_tokens = min(engine.sizes.max_sequence_tokens, MAX_BLOCKS * block_size)
         info = replace(
             base.info(engine),
             local_prefill_tokens=announced_local_tokens(config),
-            # One ticket must be able to name all blocks of a sequence.
-            max_sequence_tokens=min(engine.max_sequence_tokens, MAX_BLOCKS * engine.layout.block_size),
-            pool_tokens=engine.pool.num_blocks * engine.layout.block_size,
+            max_sequence_tokens=max_tokens,
+            pool_tokens=engine.pool.num_blocks * block_size,
         )
         receiver = KvReceiver(
             base.pool_memory(engine),
@@ -64,8 +64,9 @@ async def serve(config: DecodeConfig, tracer: Tracer | None, stop: StopSignal) -
             tls=base.security.incoming.tls,
         )
         sender, guides = base.sender(engine), Guides(GrammarCompiler.of(base.checkpoint))
-        policy = _policy(config, engine, info.max_sequence_tokens)
-        worker = new_decode_worker(base.parts(engine, guides), receiver, policy, sender)
+        parts = base.parts(engine, guides)
+        parts = replace(parts, sizes=replace(parts.sizes, max_sequence_tokens=max_tokens))
+        worker = new_decode_worker(parts, receiver, config, sender)
         await receiver.start()
         try:
             await base.serve(worker, info, stop, engine.cache)
@@ -82,21 +83,6 @@ def announced_local_tokens(config: DecodeConfig) -> int | None:
     if config.local_prefill_tokens is None:
         return MAX_LOCAL_TOKENS
     return config.local_prefill_tokens or None  # 0 is the default
-
-
-def _policy(config: DecodeConfig, engine: Engine, max_sequence_tokens: int) -> WorkerPolicy:
-    objective_s = config.inter_token_objective_s
-    if objective_s is None and not config.elastic:
-        objective_s = 0.0  # by itself it computes most in whole chunks: 225 tokens/s against 134 (bench/LOG.md)
-    return WorkerPolicy(
-        StepLimits(config.block_size, engine.max_seqs, engine.chunk_tokens.beside),
-        max_sequence_tokens,
-        overlap_steps=config.overlap_steps == "auto",
-        inter_token_objective_s=objective_s,
-        waiting_served_ratio=config.waiting_served_ratio,
-        alone_tokens=engine.chunk_tokens.alone,
-        elastic=config.elastic,
-    )
 
 
 def _role(config: DecodeConfig) -> Role:

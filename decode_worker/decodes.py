@@ -23,7 +23,6 @@ from dataclasses import replace
 from decode_worker.admission import Admission
 from decode_worker.incoming_transfers import IncomingTransfers
 from decode_worker.moves import Moves
-from decode_worker.policy import WorkerPolicy
 from decode_worker.running_batch import RunningBatch
 from engine.beam_group import BeamGroup, candidates_of
 from engine.sequence import Sequence, new_block_table
@@ -36,8 +35,7 @@ from tandem.first_tokens import FirstTokens
 from tandem.types import BlockId, GroupSpec, Handle, WaitReason, WorkerLoad
 from worker.admission import Forecast
 from worker.budget import ChunkBudget
-from worker.parts import WorkerParts
-from worker.ports import Destination, RouterPort, TokenColumns, TokenExtra
+from worker.ports import Destination, RouterPort, TokenColumns, TokenExtra, WorkerParts
 from worker.releases import BlockReleases
 from worker.request import Request
 from worker.source import BatchedStep, Owner, Pair
@@ -52,26 +50,26 @@ class Decodes:
         parts: WorkerParts,
         receiver: Receiver,
         sender: Sender | None,
-        policy: WorkerPolicy,
+        forecast: Forecast,
         budget: ChunkBudget,
         releases: BlockReleases,
         prompts: Prompts,
         owner: Owner,
+        *,
+        elastic: bool,
     ) -> None:
+        """`elastic`: whether `prompts` may have any."""
         self._parts = parts
         self._cache = parts.cache
         self._pool = parts.cache.pool
-        self._policy = policy
+        self._elastic = elastic
         self._receiver = receiver
         self._budget = budget
         self._prompts = prompts
         self._owner = owner
-        forecast = Forecast(self._pool, policy.first_guess_tokens)
-        self._transfers = IncomingTransfers(
-            parts.cache, receiver, parts.clock, self, policy.transfers, parts.validator.vocab_size
-        )
-        self._batch = RunningBatch(parts.cache, policy.limits, forecast, budget, releases, prompts)
-        self._admission = Admission(policy, parts.cache, forecast, self._batch, self._transfers, prompts)
+        self._transfers = IncomingTransfers(parts, receiver, self)
+        self._batch = RunningBatch(parts.cache, parts.sizes.max_seqs, forecast, budget, releases, prompts)
+        self._admission = Admission(parts.sizes.max_seqs, parts.cache, forecast, self._batch, self._transfers, prompts)
         self._moves = Moves(self._batch, parts.cache, sender, owner.end, owner.changed)
         self._live: dict[Request, None] = {}
         """Requests that have not ended, in order of arrival."""
@@ -91,7 +89,7 @@ class Decodes:
     def add_to(self, load: WorkerLoad) -> WorkerLoad:
         """Returns the load with that of this source; each choice counts as a sequence."""
         batch, budget = self._batch, self._budget
-        queued_tokens = self._admission.num_tokens_in_line(computed_elsewhere=not self._policy.elastic)
+        queued_tokens = self._admission.num_tokens_in_line(computed_elsewhere=not self._elastic)
         return replace(
             load,
             running_seqs=load.running_seqs + batch.num_running,
@@ -130,12 +128,12 @@ class Decodes:
 
     def check(self, spec: GroupSpec) -> None:
         """Raises InvalidRequest if the request cannot run here."""
-        limits, validator, pool = self._policy.limits, self._parts.validator, self._pool
-        validator.validate_group(spec, self._policy.max_sequence_tokens)
+        sizes, validator, pool = self._parts.sizes, self._parts.validator, self._pool
+        validator.validate_group(spec, sizes.max_sequence_tokens)
         validator.validate_pool(spec, pool.block_size, pool.num_blocks)
-        if spec.num_seqs > limits.max_seqs:
+        if spec.num_seqs > sizes.max_seqs:
             raise InvalidRequest(
-                f"sampling.{spec.seqs_option}", f"{spec.num_seqs} exceed a batch of {limits.max_seqs} sequences"
+                f"sampling.{spec.seqs_option}", f"{spec.num_seqs} exceed a batch of {sizes.max_seqs} sequences"
             )
 
     def add(self, request: Request) -> None:
@@ -225,13 +223,14 @@ class Decodes:
         told: dict[RouterPort, TokenColumns] = defaultdict(TokenColumns)
         ended: list[Pair] = []
         broken: dict[Request, None] = {}
+        more = drawn.more
         for row, ((request, seq), token_id) in enumerate(zip(batched.rows, drawn.token_ids, strict=False)):
             if seq.finish_reason is not None or request.has_ended:
                 continue
             if token_id < 0:
                 broken[request] = None
-            elif row in drawn.more:
-                if self._apply_more(request, seq, drawn.more[row], told[request.router]):
+            elif more and row in more:
+                if self._apply_more(request, seq, more[row], told[request.router]):
                     ended.append((request, seq))
             else:
                 request.num_sampled_tokens += 1

@@ -64,8 +64,14 @@ class Decoding:
         self._columns = np.zeros((_NUM_COLUMNS, 0), np.int64)
         self._tables = np.full((0, 1), -1, np.int32)
         self._able = np.zeros(0, np.bool_)
+        """Rows that can step, as `wanted` found them last; so are the rows that are about to write into a shared block.
+        """
         self._sharing: list[int] = []
-        """Rows that are about to write into a shared block. Both as `wanted` found them last."""
+
+    @property
+    def num_whole(self) -> int:
+        """Returns the number of whole requests."""
+        return len(self._whole)
 
     def __contains__(self, request: Request) -> bool:
         """Whether the request is whole."""

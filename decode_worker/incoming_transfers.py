@@ -18,36 +18,30 @@ A block leaves quarantine only when the receiver says that its writer has stoppe
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
 
-from engine.prefix_cache import PrefixCache
 from engine.sequence import new_block_table
 from kvtransfer.base import BlockRefs, Offer, Receiver
-from shell.clock import Clock, Deadline
+from shell.clock import Deadline
 from shell.telemetry.events import Transferred, TransferStarted
 from shell.telemetry.logging import get_logger
 from tandem.errors import FrameError, TandemError, TicketRefused, TransferError
 from tandem.first_tokens import FirstTokens, NextTokens, decode_first_tokens
 from tandem.lifecycle import TRANSFER_MOVES, BlockState, TransferState, advance
 from tandem.types import BlockId
+from worker.ports import WorkerParts
 from worker.request import Request
 
 _log = get_logger(__name__)
 
 
-@dataclass(frozen=True, slots=True)
-class TransferPolicy:
-    """How long a prefill worker may take. Backstops: a dead router, peer or deadline ends it sooner."""
-
-    ticket_s: float = 15.0
-    """From the ticket to its being shown."""
-    handoff_s: float = 900.0
-    """From the ticket to the commit: the prompt's computation, which has begun, and the transfer.
-
-    Reached only where the prefill worker says of a prompt that it is under way and never ends it."""
+TICKET_S = 15.0
+"""From a ticket to its being shown. A backstop, as is the next: a dead router, peer or deadline ends it sooner."""
+HANDOFF_S = 900.0
+"""From a ticket to the commit: the prompt's computation, which has begun, and the transfer. Reached only where the
+prefill worker says of a prompt that it is under way and never ends it."""
 
 
 class TransferOwner(Protocol):
@@ -68,22 +62,13 @@ class TransferOwner(Protocol):
 class IncomingTransfers:
     """The transfers into a pool that may still make a request runnable."""
 
-    def __init__(
-        self,
-        cache: PrefixCache,
-        receiver: Receiver,
-        clock: Clock,
-        owner: TransferOwner,
-        policy: TransferPolicy,
-        vocab_size: int,
-    ) -> None:
-        self.pool = cache.pool
-        self._cache = cache
-        self.clock = clock
+    def __init__(self, parts: WorkerParts, receiver: Receiver, owner: TransferOwner) -> None:
+        self.pool = parts.cache.pool
+        self.clock = parts.clock
         self.owner = owner
-        self.vocab_size = vocab_size
+        self.vocab_size = parts.validator.vocab_size
+        self._cache = parts.cache
         self._receiver = receiver
-        self._policy = policy
         self._transfers: dict[Request, tuple[IncomingTransfer, Offer]] = {}
 
     def __len__(self) -> int:
@@ -112,10 +97,10 @@ class IncomingTransfers:
         num_held = len(prefix.block_table)
         num_blocks = prefix.blocks_wanted(prefix.num_remaining_tokens, self.pool.block_size)
         block_ids = new_block_table(self._cache.allocate(num_blocks, BlockState.RESERVED))
-        transfer = IncomingTransfer(request, block_ids, Deadline.after(self.clock, self._policy.handoff_s), self)
+        transfer = IncomingTransfer(request, block_ids, Deadline.after(self.clock, HANDOFF_S), self)
         refs = BlockRefs(np.array(block_ids, np.uint32), self.pool.generations(block_ids))
         try:
-            offer = self._receiver.offer(refs, transfer, self._policy.ticket_s, num_held)
+            offer = self._receiver.offer(refs, transfer, TICKET_S, num_held)
         except TandemError:
             self.pool.release(block_ids)
             raise
@@ -134,7 +119,7 @@ class IncomingTransfers:
         for request, (transfer, _) in list(self._transfers.items()):
             if transfer.commit_by.passed:
                 self.withdraw(request)
-                error = TransferError(f"no commit within {self._policy.handoff_s:g} s")
+                error = TransferError(f"no commit within {HANDOFF_S:g} s")
                 self.owner.transfer_failed(request, error)
 
     def end(self, request: Request) -> bool:

@@ -34,15 +34,7 @@ from tandem.first_tokens import FirstTokens, NextTokens, encode_first_tokens
 from tandem.types import Handle, MoveReason
 from worker.ports import Destination, RouterPort
 from worker.request import Request
-
-MANY_PREEMPTIONS, WINDOW_S = 3, 10.0
-"""Preemptions within so many seconds that are too many."""
-FULL_SHARE = 0.25
-"""Available share of the pool below which there is little room. What a victim leaves is available for a moment."""
-OFFER_S = 5.0
-"""Seconds between two offers of an overloaded worker."""
-STAY_S = 60.0
-"""For which a request that moved to here is not offered again because of overload."""
+from worker.tuning import FULL_SHARE, MANY_PREEMPTIONS, OVERLOAD_S, STAY_S
 
 
 class Moves:
@@ -118,7 +110,7 @@ class Moves:
             self._told.clear()
         first = min((each for each in able if each not in self._told), key=lambda each: each.rank, default=None)
         if first is not None:
-            self._offers_from_s = now_s + OFFER_S
+            self._offers_from_s = now_s + OVERLOAD_S
             self._offer(first)
 
     def _is_overloaded(self, now_s: float) -> bool:
@@ -126,7 +118,7 @@ class Moves:
         num_new = self._batch.num_preemptions - self._num_preemptions
         self._num_preemptions += num_new
         self._preempted_s.extend([now_s] * min(num_new, MANY_PREEMPTIONS))
-        is_often = len(self._preempted_s) == MANY_PREEMPTIONS and self._preempted_s[0] >= now_s - WINDOW_S
+        is_often = len(self._preempted_s) == MANY_PREEMPTIONS and self._preempted_s[0] >= now_s - OVERLOAD_S
         return is_often and self._cache.num_available < FULL_SHARE * self._cache.pool.num_blocks
 
     def landed(self, request: Request, first_tokens: FirstTokens, now_s: float) -> None:

@@ -1,6 +1,6 @@
 """The requests that were admitted, running or waiting, and the blocks that they hold.
 
-Carries out what `scheduler.plan_step` decides: takes blocks from the cache, moves sequences on, makes the step to
+Carries out what `scheduler.StepPlanner` decides: takes blocks from the cache, moves sequences on, makes the step to
 launch, in which prompts for other workers are computed too. A step may be planned while another one is in flight; its
 sequences' last tokens may then still be pending.
 
@@ -13,10 +13,9 @@ import bisect
 from collections.abc import Collection, Iterable, Iterator
 from collections.abc import Sequence as SequenceOf
 from collections.abc import Set as AbstractSet
-from dataclasses import replace
 
 from decode_worker.decoding import Decoding
-from decode_worker.scheduler import Beside, StepLimits, StepPlan, plan_step
+from decode_worker.scheduler import Beside, StepPlan, StepPlanner
 from engine.prefix_cache import PrefixCache
 from engine.sequence import Sequence
 from engine.step import ScheduledSeq, Step
@@ -37,7 +36,7 @@ class RunningBatch:
     def __init__(
         self,
         cache: PrefixCache,
-        limits: StepLimits,
+        max_seqs: int,
         forecast: Forecast,
         budget: ChunkBudget,
         releases: BlockReleases,
@@ -49,7 +48,7 @@ class RunningBatch:
         self.releases = releases
         self._cache = cache
         self._pool = cache.pool
-        self._limits = limits
+        self._max_seqs = max_seqs
         self._forecast = forecast
         self._requests: set[Request] = set()
         self._running: list[Request] = []
@@ -158,7 +157,7 @@ class RunningBatch:
         again then.
         """
         while True:
-            plan, beside = self._plan(self._limits_now())
+            plan, beside = self._plan(self._chunk_tokens)
             if self._attach(plan.admitted) or self._attach_more(plan):
                 continue
             step = self._carry_out(plan, beside, is_behind=False)
@@ -174,7 +173,7 @@ class RunningBatch:
         """
         if not running.is_decode:
             return None
-        plan, beside = self._plan(self._limits)
+        plan, beside = self._plan(self.budget.chunk_tokens)
         if plan.preempted or plan.lacks_blocks:
             return None
         if not all(_is_decode(request, seq) for request, seq, _ in plan.scheduled):
@@ -192,6 +191,8 @@ class RunningBatch:
     @property
     def wait_ratio(self) -> float:
         """How long the worst-off prompt waits, of prompts being computed or waiting for that; 0 = there is none."""
+        if self._decoding.num_whole == len(self._running) and not self._waiting and not self._prompts_beside:
+            return 0.0
         lacking = [
             (each, num_tokens)
             for each in (*self._running, *self._waiting, *self._prompts_beside)
@@ -205,25 +206,34 @@ class RunningBatch:
     def _prompts_beside(self) -> Collection[Request]:
         return () if self._prompts is None else self._prompts.computing
 
-    def _limits_now(self) -> StepLimits:
+    @property
+    def _chunk_tokens(self) -> int:
         ratio = self.wait_ratio
-        if not ratio:
-            return self._limits
-        chunk_tokens = self.budget.tokens(self.num_decodes, ratio)
-        return replace(self._limits, chunk_tokens=chunk_tokens)
+        return self.budget.tokens(self.num_decodes, ratio) if ratio else self.budget.chunk_tokens
 
-    def _plan(self, limits: StepLimits) -> tuple[StepPlan, Beside | None]:
-        """The next step, and what else takes part in it; None = the plan is of all."""
+    def _plan(self, chunk_tokens: int) -> tuple[StepPlan, Beside | None]:
+        """Returns the plan of the next step, and what else takes part in the step; None = the plan is of all."""
         beside = self._decoding.wanted()
         if beside is not None:
             others = []
             if len(beside.requests) < len(self._running):
                 others = [each for each in self._running if each not in beside.requests]
-            plan = plan_step(others, self._waiting, self._cache, limits, self._forecast, beside, self._prompts_beside)
+            plan = self._planned(others, chunk_tokens, beside)
             if not plan.preempted and not plan.lacks_blocks:
                 return plan, beside
-        prompts = self._prompts_beside
-        return plan_step(self._running, self._waiting, self._cache, limits, self._forecast, prompts=prompts), None
+        return self._planned(self._running, chunk_tokens), None
+
+    def _planned(self, running: list[Request], chunk_tokens: int, beside: Beside | None = None) -> StepPlan:
+        return StepPlanner(
+            running,
+            self._waiting,
+            self._cache,
+            self._forecast,
+            max_seqs=self._max_seqs,
+            chunk_tokens=chunk_tokens,
+            beside=beside,
+            prompts=self._prompts_beside,
+        ).plan()
 
     def _carry_out(self, plan: StepPlan, beside: Beside | None, *, is_behind: bool) -> BatchedStep | None:
         """`beside`: what takes part too; `is_behind`: whether the step planned before is in flight."""

@@ -43,16 +43,6 @@ from worker.request import Request
 
 
 @dataclass(frozen=True, slots=True)
-class StepLimits:
-    """What bounds a step."""
-
-    block_size: int
-    max_seqs: int
-    chunk_tokens: int
-    """Prompt tokens per step; decode tokens do not count."""
-
-
-@dataclass(frozen=True, slots=True)
 class Beside:
     """Decodes that take part in the step whatever the plan is, and are planned elsewhere (`decoding`)."""
 
@@ -77,23 +67,6 @@ class StepPlan:
     """Whether a sequence got fewer tokens than its share because the pool was dry."""
 
 
-def plan_step(
-    running: SequenceOf[Request],
-    waiting: SequenceOf[Request],
-    cache: PrefixCache,
-    limits: StepLimits,
-    forecast: Forecast,
-    beside: Beside | None = None,
-    prompts: Iterable[Request] = (),
-) -> StepPlan:
-    """Plans one step; `running` and `waiting` are in rank order, and `prompts` hold all their blocks.
-
-    Sequences that cannot take part in a step launched now are left out. With `beside`, whose requests are not among
-    `running`: if the plan preempts or lacks blocks, it is of no use; all are to be planned together then.
-    """
-    return _Planner(running, waiting, cache, limits, forecast, beside, prompts).plan()
-
-
 def _can_step(sequence: Sequence) -> bool:
     """Whether a step launched now could compute anything of use for the sequence."""
     is_blocked = sequence.num_pending_tokens and (sequence.is_exhausted or not sequence.runs_ahead)
@@ -105,19 +78,27 @@ def _seat_order(request: Request) -> bool:
     return not (request.group.holds_blocks or is_overdue(request))
 
 
-class _Planner:
-    """Working state of a `plan_step`."""
+class StepPlanner:
+    """Plans one step."""
 
     def __init__(
         self,
         running: SequenceOf[Request],
         waiting: SequenceOf[Request],
         cache: PrefixCache,
-        limits: StepLimits,
         forecast: Forecast,
-        beside: Beside | None,
-        prompts: Iterable[Request],
+        *,
+        max_seqs: int,
+        chunk_tokens: int,
+        beside: Beside | None = None,
+        prompts: Iterable[Request] = (),
     ) -> None:
+        """`running` and `waiting` are in rank order, and `prompts` hold all their blocks. `chunk_tokens`: prompt tokens
+        of the step; decode tokens do not count.
+
+        Sequences that cannot take part in a step launched now are left out. With `beside`, whose requests are not among
+        `running`: if the plan preempts or lacks blocks, it is of no use; all are to be planned together then.
+        """
         self._beside: Collection[Request] = () if beside is None else beside.requests
         self._num_beside_seats = 0 if beside is None else beside.num_seats
         self._num_beside_blocks = 0 if beside is None else beside.num_blocks
@@ -125,7 +106,8 @@ class _Planner:
         self._running = list(running)
         self._waiting = list(waiting)
         self._pool = cache.pool
-        self._limits = limits
+        self._max_seqs = max_seqs
+        self._chunk_tokens = chunk_tokens
         self._forecast = forecast
         self._free_blocks = cache.num_available
         self._preempted: list[Request] = []
@@ -135,6 +117,7 @@ class _Planner:
         self._lacks_blocks = False
 
     def plan(self) -> StepPlan:
+        """Returns the plan; called once."""
         admitted = self._admit() if self._waiting else []
         self._free_blocks -= self._num_beside_blocks
         if self._free_blocks < 0:
@@ -157,7 +140,7 @@ class _Planner:
             if not has_blocks and goes_first and (is_short or not self._has_room_for(request)):
                 is_short = True
                 continue
-            if num_seats + request.group.num_seats > self._limits.max_seqs:
+            if num_seats + request.group.num_seats > self._max_seqs:
                 break
             if not has_blocks and not goes_first and (is_short or not self._has_room_for(request)):
                 break
@@ -197,7 +180,7 @@ class _Planner:
             if _can_step(seq)
         ]
         prompts = [(request, num_tokens) for request, _, num_tokens in seqs if num_tokens > 1]
-        chunks = iter(share_tokens(prompts, self._limits.chunk_tokens, by_rank=by_rank))
+        chunks = iter(share_tokens(prompts, self._chunk_tokens, by_rank=by_rank))
         return [
             (request, seq, next(chunks), True) if num_tokens > 1 else (request, seq, 1, False)
             for request, seq, num_tokens in seqs

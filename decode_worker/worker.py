@@ -3,28 +3,39 @@
 from __future__ import annotations
 
 from decode_worker.decodes import Decodes
-from decode_worker.policy import WorkerPolicy
 from kvtransfer.base import Receiver, Sender
-from prefill_worker.prompt_line import LineLimits
-from prefill_worker.prompts import PromptPolicy, Prompts
+from prefill_worker.prompts import Prompts
+from shell.config import DecodeConfig
+from worker.admission import Forecast
+from worker.budget import ChunkBudget
 from worker.core import Worker
-from worker.parts import WorkerParts
+from worker.ports import WorkerParts
 from worker.releases import BlockReleases
 from worker.source import Owner, Sources
+from worker.tuning import FIRST_GUESS_TOKENS
 
 
 def new_decode_worker(
-    parts: WorkerParts, receiver: Receiver, policy: WorkerPolicy, sender: Sender | None = None
+    parts: WorkerParts,
+    receiver: Receiver,
+    config: DecodeConfig,
+    sender: Sender | None = None,
+    *,
+    first_guess_tokens: int = FIRST_GUESS_TOKENS,
 ) -> Worker:
     """`sender` hands over what runs here, if it drains or is overloaded, and prompts; None = requests end here, or are
     replayed. An elastic worker needs one.
     """
-    budget = policy.chunk_budget()
-    prompt_policy = PromptPolicy(LineLimits(policy.limits.max_seqs, beside_decodes=True), policy.max_sequence_tokens)
+    objective_s = config.inter_token_objective_s
+    if objective_s is None and not config.elastic:
+        objective_s = 0.0  # by itself it computes most in whole chunks: 225 tokens/s against 134 (bench/LOG.md)
+    tokens = parts.sizes.chunk_tokens
+    budget = ChunkBudget(tokens.beside, objective_s, config.waiting_served_ratio, tokens.alone)
+    forecast = Forecast(parts.cache.pool, first_guess_tokens)
 
     def sources(owner: Owner, releases: BlockReleases) -> Sources:
-        prompts = Prompts(parts, sender, prompt_policy, releases, owner)
-        decodes = Decodes(parts, receiver, sender, policy, budget, releases, prompts, owner)
-        return Sources(prompts if policy.elastic else None, decodes)
+        prompts = Prompts(parts, sender, releases, owner, beside_decodes=True)
+        decodes = Decodes(parts, receiver, sender, forecast, budget, releases, prompts, owner, elastic=config.elastic)
+        return Sources(prompts if config.elastic else None, decodes)
 
-    return Worker(parts, budget, sources, overlap_steps=policy.overlap_steps)
+    return Worker(parts, budget, sources, overlap_steps=config.overlap_steps == "auto")

@@ -38,6 +38,17 @@ class ChunkTokens:
         return cls(_CPU_TOKENS, min(full_tokens or _CPU_TOKENS, _CPU_TOKENS))
 
 
+@dataclass(frozen=True, slots=True)
+class EngineSizes:
+    """How large the steps and sequences of an engine become: as the options say, or by the device."""
+
+    chunk_tokens: ChunkTokens
+    max_seqs: int
+    """Sequences of a step."""
+    max_sequence_tokens: int
+    """Longest sequence, completion included, that context and pool can hold."""
+
+
 def plan_chunks(remaining_tokens: Sequence[int], budget_tokens: int, max_seqs: int) -> list[int]:
     """Returns one chunk length per waiting seq, in the order given; 0 = not in this step.
 

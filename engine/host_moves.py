@@ -99,8 +99,9 @@ class HostMoves:
             self.rows.filled(moves.stores)
             self._counters.host_stored_blocks += len(moves.stores)
             self._counters.host_loaded_blocks += len(moves.loads)
-            self._pool.release(tuple(moves.loads))
-            self.free(moves.loads.values())
+            if moves.loads:
+                self._pool.release(tuple(moves.loads))
+                self.free(moves.loads.values())
         self.rows.unpin(moves.stores)
 
     def leaving(self) -> set[BlockId]:

@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 
 from engine.block_pool import BlockPool
-from engine.chunking import ChunkTokens
+from engine.chunking import ChunkTokens, EngineSizes
 from engine.disk_tier import DiskTier
 from engine.engine_thread import EngineThread
 from engine.graphs import CAPTURABLE, CudaCapturer, DecodeGraphs, batch_sizes, context_bounds
@@ -26,6 +26,7 @@ from engine.memory import available_memory_bytes, blocks_that_fit, check_memory,
 from engine.prefix_cache import PrefixCache
 from engine.runner import Runner
 from engine.warm_up import StepSizes, warm_up
+from kernels.cpu import library
 from kernels.dispatch import select_kernels, watch_compilations
 from kernels.operations import Kernels
 from kernels.quantized import QuantForm
@@ -84,20 +85,12 @@ class Engine:
     """Where `cache` puts what `tier` has no room for."""
     thread: EngineThread
     backend_name: str
-    chunk_tokens: ChunkTokens
-    """Tokens of prompts in a step, at most; a worker where nobody decodes has no use for `beside`."""
-    max_seqs: int
-    """Sequences of a step."""
+    sizes: EngineSizes
 
     @property
     def pool(self) -> BlockPool:
         """All of its blocks are taken through `cache`."""
         return self.cache.pool
-
-    @property
-    def max_sequence_tokens(self) -> int:
-        """Longest sequence, completion included, that context and pool can hold."""
-        return min(self.model.config.context_tokens, self.pool.num_blocks * self.layout.block_size)
 
     def close(self) -> None:
         """Joins the thread, then gives the KV memory back. Idempotent."""
@@ -143,6 +136,8 @@ def load_engine(config: WorkerConfig, role: EngineRole = ANY_ROLE) -> Engine:
         step_bytes = executor.submit(warm_up, model, kernels, layout, largest).result() if device.type == "cuda" else 0
         kv_cache = _create_pool(config, role, model, layout, max_seqs, step_bytes)
         owned.append(kv_cache)
+        if kv_cache.staging is not None:
+            executor.submit(library.obstacle).result()  # hashes the ring's rows; compiled here, never on a loop
         graph_seqs = min(role.graph_seqs, max_seqs)
         graphs = executor.submit(_capture_graphs, graph_seqs, model, kv_cache, kernels.name).result()
         tier = _host_tier(config, kv_cache, device)
@@ -167,8 +162,9 @@ def load_engine(config: WorkerConfig, role: EngineRole = ANY_ROLE) -> Engine:
         disk=disk,
         thread=EngineThread(runner, executor),
         backend_name=kernels.name,
-        chunk_tokens=chunk_tokens,
-        max_seqs=max_seqs,
+        sizes=EngineSizes(
+            chunk_tokens, max_seqs, min(model.config.context_tokens, kv_cache.num_blocks * layout.block_size)
+        ),
     )
     _log_loaded(engine, kernels, config.attention_backend, time.monotonic() - started_s)
     return engine

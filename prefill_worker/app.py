@@ -12,9 +12,7 @@ from opentelemetry.trace import Tracer
 from engine.guides import Guides
 from engine.loading import EngineRole
 from models.grammar import GrammarCompiler
-from prefill_worker.prompt_line import LineLimits
-from prefill_worker.prompts import PromptPolicy
-from prefill_worker.worker import new_prefill_worker
+from prefill_worker.prompts import new_prefill_worker
 from shell.config import PrefillConfig
 from shell.rpc.process import StopSignal
 from tandem.types import Role
@@ -31,9 +29,8 @@ async def serve(config: PrefillConfig, tracer: Tracer | None, stop: StopSignal) 
     base = Foundation.lay(Role.PREFILL, config, tracer)
     async with base.engine(EngineRole(prefills_only=True), stop) as engine:
         sender, guides = base.sender(engine), Guides(GrammarCompiler.of(base.checkpoint))
-        policy = PromptPolicy(LineLimits(engine.max_seqs), engine.max_sequence_tokens, engine.chunk_tokens.alone)
         try:
-            worker = new_prefill_worker(base.parts(engine, guides), sender, policy)
+            worker = new_prefill_worker(base.parts(engine, guides), sender)
             await base.serve(worker, base.info(engine), stop, engine.cache)
         finally:
             guides.close()

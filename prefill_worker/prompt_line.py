@@ -8,7 +8,7 @@ progress. Blocks found in the prefix cache count as taken; of the prompt that go
 already do not. The shortest prompt goes first, within a bound on age (`worker.admission.turn_of`). Prompts that fit
 overtake one that does not, until it is overdue.
 
-A holder may have at most `SHARE` of the pool, or one prompt of any length:
+A holder may have at most `HOLDER_SHARE` of the pool, or one prompt of any length:
 
     beside decodes    all prompts together are one holder, so that decodes keep room
     alone             each destination is a holder, once others are in use too: it may be full, or slow to take blocks
@@ -21,35 +21,22 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 
 from worker.admission import Line, Turn, is_overdue, note_overtaken, turn_of
 from worker.request import Request
-
-SHARE = 0.5
-"""Share of the pool that a single holder may have."""
-_REMEMBERED_PROMPTS = 64
-"""Latest prompts whose destinations count as in use."""
-
-
-@dataclass(frozen=True, slots=True)
-class LineLimits:
-    """Caps of a line."""
-
-    max_seqs: int
-    """Prompts that are computed at a time."""
-    beside_decodes: bool = False
+from worker.tuning import HOLDER_SHARE, REMEMBERED
 
 
 class PromptLine:
     """Prompts of a worker: in line, and being computed."""
 
-    def __init__(self, limits: LineLimits, block_size: int, num_blocks: int) -> None:
-        """`num_blocks`: of the pool, each of `block_size` tokens."""
-        self._limits = limits
+    def __init__(self, max_seqs: int, block_size: int, num_blocks: int, *, beside_decodes: bool = False) -> None:
+        """At most `max_seqs` prompts are computed at a time; the pool has `num_blocks` of `block_size` tokens each."""
+        self._max_seqs = max_seqs
+        self._beside_decodes = beside_decodes
         self._block_size = block_size
-        self._max_held = int(num_blocks * SHARE)
-        self._destinations: deque[str] = deque(maxlen=_REMEMBERED_PROMPTS)
+        self._max_held = int(num_blocks * HOLDER_SHARE)
+        self._destinations: deque[str] = deque(maxlen=REMEMBERED)
         """Destinations of the latest prompts."""
         self._line = Line(_turn)
         self._num_cached_tokens: dict[Request, int] = {}
@@ -96,7 +83,7 @@ class PromptLine:
         `lent`: by destination, blocks that computed prompts hold. `num_known`: blocks of a prompt that the cache knows
         and others hold; looking for them takes time.
         """
-        if len(self.computing) >= self._limits.max_seqs:
+        if len(self.computing) >= self._max_seqs:
             return None, False
         held = self._held(lent)
         first: Request | None = None
@@ -127,14 +114,14 @@ class PromptLine:
         note_overtaken(rivals, [request])
 
     def _holder(self, request: Request) -> str:
-        return "" if self._limits.beside_decodes else request.destination or ""
+        return "" if self._beside_decodes else request.destination or ""
 
     def _held(self, lent: Mapping[str, int]) -> Mapping[str, int]:
         """Returns blocks by holder, a shared one counted for each prompt; none if there is but one destination."""
         held = Counter(lent)
         for request in self.computing:
             held[request.destination or ""] += len(request.group.prefix.block_table)
-        if self._limits.beside_decodes:
+        if self._beside_decodes:
             return {"": held.total()}
         return held if len({*self._destinations, *held}) > 1 else {}
 

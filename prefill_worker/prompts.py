@@ -17,34 +17,26 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from engine.beam_group import candidates_of
 from engine.sequence import Sequence
 from engine.step import SampledToken, Step
 from kvtransfer.base import Sender, TransferReport
 from prefill_worker.outgoing_transfer import OutgoingTransfer
-from prefill_worker.prompt_line import LineLimits, PromptLine
+from prefill_worker.prompt_line import PromptLine
 from shell.telemetry.events import Transferred
 from tandem.errors import TandemError
 from tandem.first_tokens import encode_first_tokens
 from tandem.types import GroupSpec, WaitReason, WorkerLoad
-from worker.parts import WorkerParts
+from worker.budget import ChunkBudget
+from worker.core import Worker
 from worker.plan import share_tokens
+from worker.ports import WorkerParts
 from worker.releases import BlockReleases
 from worker.request import Request
-from worker.source import BatchedStep, Owner
+from worker.source import BatchedStep, Owner, Sources
 from worker.waits import Wait
-
-
-@dataclass(frozen=True, slots=True)
-class PromptPolicy:
-    """Caps."""
-
-    limits: LineLimits
-    max_sequence_tokens: int
-    chunk_tokens: int = 0
-    """Prompt tokens of a step; beside decodes, the chunk budget says how many."""
 
 
 class Prompts:
@@ -54,20 +46,24 @@ class Prompts:
         self,
         parts: WorkerParts,
         sender: Sender | None,
-        policy: PromptPolicy,
         releases: BlockReleases,
         owner: Owner,
+        *,
+        beside_decodes: bool = False,
     ) -> None:
-        """`sender` None = no prompt may be added."""
+        """`sender` None = no prompt may be added. `beside_decodes`: whether a running batch plans the steps."""
         self._cache = parts.cache
         self._pool = parts.cache.pool
         self._clock = parts.clock
         self._validator = parts.validator
         self._sender = sender
-        self._policy = policy
+        self._sizes = parts.sizes
+        self._beside_decodes = beside_decodes
         self._releases = releases
         self._owner = owner
-        self._line = PromptLine(policy.limits, self._pool.block_size, self._pool.num_blocks)
+        self._line = PromptLine(
+            parts.sizes.max_seqs, self._pool.block_size, self._pool.num_blocks, beside_decodes=beside_decodes
+        )
         self._live: dict[Request, None] = {}
         """Requests that have not ended, in order of arrival."""
         self._transfers: dict[Request, OutgoingTransfer] = {}
@@ -103,7 +99,7 @@ class Prompts:
             queued_prompt_tokens=load.queued_prompt_tokens + self._line.num_tokens,
             live_transfers=load.live_transfers + self._num_granted,
         )
-        if self._policy.limits.beside_decodes:
+        if self._beside_decodes:
             load = replace(load, running_for_others=num_computing, waiting_for_others=num_waiting)
         return load
 
@@ -113,7 +109,7 @@ class Prompts:
         """Raises InvalidRequest if the prompt cannot be computed here."""
         self._validator.validate_group(spec)
         num_pool_tokens = self._pool.num_blocks * self._pool.block_size
-        self._validator.validate_prefix(spec, min(self._policy.max_sequence_tokens, num_pool_tokens))
+        self._validator.validate_prefix(spec, min(self._sizes.max_sequence_tokens, num_pool_tokens))
 
     def add(self, request: Request) -> None:
         """See `Source`."""
@@ -172,7 +168,7 @@ class Prompts:
             pass
         while True:
             prompts = [(each, each.group.prefix.num_remaining_tokens) for each in self.computing]
-            chunk_tokens = self._policy.chunk_tokens
+            chunk_tokens = self._sizes.chunk_tokens.alone
             shares = share_tokens(prompts, chunk_tokens, chunk_tokens // 2)
             chunks = [(request, share) for (request, _), share in zip(prompts, shares, strict=True) if share]
             if not self.find_more(request for request, _ in chunks):
@@ -282,3 +278,9 @@ class Prompts:
         if self._transfers[request].has_ended:
             del self._transfers[request]
         self._owner.changed()
+
+
+def new_prefill_worker(parts: WorkerParts, sender: Sender) -> Worker:
+    """Returns a prefill worker: the core on a line of prompts and nothing else. One step is in flight at a time."""
+    budget = ChunkBudget(parts.sizes.chunk_tokens.alone)
+    return Worker(parts, budget, lambda owner, releases: Sources(prompts=Prompts(parts, sender, releases, owner)))

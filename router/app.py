@@ -15,6 +15,7 @@ from opentelemetry.trace import Tracer
 from models.files.checkpoint import CheckpointInfo
 from models.preflight import read_servable
 from router.admission import Admission, AdmissionQueue
+from router.delivery import Unread
 from router.entrance import Entrance
 from router.faces.kserve.servicer import KserveServicer, kserve_service
 from router.faces.tandem.cluster import CLUSTER_SERVICE, REGISTRY_SERVICE, ClusterServicer, RegistryServicer
@@ -27,7 +28,6 @@ from router.request_spans import RequestSpans
 from router.retries import RetryPolicy
 from router.status import FEWEST_ACTIVE, RouterStatus
 from router.tokenization import Tokenization
-from router.unread import Unread
 from router.worker_link import WorkerLink
 from router.workers import Workers
 from shell.admin.content import AdminContent, RouterReport

@@ -37,7 +37,7 @@ from tandem.types import GroupSpec, Handle, TokenDelta, TokenLogprobs, WorkerInf
 from tandem.v1 import worker_pb2
 
 _OTHER_WORD_S = 0.1
-"""How long one worker's word waits for the other's: on how large a hand-off was, or why it failed."""
+"""Longest wait for the other worker's message: on how large a hand-off was, or why it failed."""
 
 
 class Attempt:
@@ -75,11 +75,11 @@ class Attempt:
         self._news = asyncio.Event()
         self._sent_s = 0.0
         self._group = worker_pb2.Group()
-        """As it travels to both workers."""
+        """The message that both workers get."""
         self._started = False
         """Whether the prompt's turn has come."""
         self._computed = False
-        """Whether the prompt is."""
+        """Whether the prompt is computed."""
         self._attached = False
         """Whether the decode worker holds the KV."""
         self._awaited: dict[int, int] = {}
@@ -87,7 +87,7 @@ class Attempt:
         self._offered = False
         """Whether the decode worker would hand the request over."""
         self._moves = False
-        """Whether the decode worker of `source` was told to."""
+        """Whether the decode worker of `source` has the order to hand over."""
         self._error: TandemError | None = None
         self.culprit: WorkerInfo | None = None
         """Whose failure ended the attempt."""
@@ -195,7 +195,7 @@ class Attempt:
             )
 
     def _open(self, leg: _Leg) -> None:
-        """From now on, a word of its worker is due."""
+        """From now on, a message of the worker is due."""
         leg.is_open = True
         leg.heard_s = self._clock.now_s()
 
@@ -225,7 +225,7 @@ class Attempt:
         raise Unavailable(f"worker {leg.info.worker_id} said nothing for {silent_s:.0f} s")
 
     def _next_to_speak(self) -> _Leg:
-        """Of the workers that a word is due from, who was silent for longer."""
+        """Returns the leg that was silent for longer, among the legs from which a message is due."""
         if self._prefill is None or self._attached or not self._prefill.is_open:
             return self._decode
         if not self._decode.is_open:
@@ -319,7 +319,7 @@ class Attempt:
         self._hear(sender, wake=True)
 
     def waiting(self, sender: WorkerInfo) -> None:
-        """It is not forgotten there."""
+        """The worker still holds the request."""
         self._hear(sender, wake=False)
 
     def failed(self, sender: WorkerInfo, error: TandemError) -> None:
@@ -356,13 +356,13 @@ def _drawn_first(spec: GroupSpec) -> dict[int, int]:
 
 
 class _Leg:
-    """The request on one of its two workers."""
+    """The request on a worker of its pair."""
 
     def __init__(self, info: WorkerInfo, workers: Workers) -> None:
         self.info = info
         self.link = workers.link(info)
         self.heard_s = 0.0
-        """When its worker last said something of it; from the opening on."""
+        """Time of the worker's last message about the request; from the opening on."""
         self.handle: Handle | None = None
         self.is_open = False
-        """Whether a word of its worker may still come that the attempt waits for."""
+        """Whether the attempt still waits for messages of the worker."""

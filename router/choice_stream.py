@@ -7,17 +7,28 @@ Nearly every token comes alone and is read alone: for these there are short ways
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from router.metrics import Summary
 from router.text import Detokenizer, StopStrings
 from tandem.errors import InvalidOutput
-from tandem.types import ChoiceSpec, FinishReason, TextParams, TokenDelta, TokenId, TokenLogprobs
+from tandem.types import (
+    ChoiceSpec,
+    FinishReason,
+    SamplingParams,
+    TextParams,
+    TokenDelta,
+    TokenId,
+    TokenLogprobs,
+)
 
 MAX_OUTPUT_WEIGHT = 4096
 """Most weight of one output, 16 to 50 KB on the wire: an output that is being written cannot be dropped. An answer that
 is asked for as a whole is one output."""
+_BARE: tuple[tuple[TokenLogprobs, ...], FinishReason | None] = ((), None)
+"""Log-probabilities and finish reason of a TokenDelta that has neither."""
 _NOTHING_MORE = ((), None, None, None, (), None)
 """All fields of a ChoiceOutput behind its tokens, in one that has no more."""
 
@@ -72,7 +83,7 @@ class ChoiceStream:
         self._score: float | None = None
         self._num_read = 0
         self._unread_text: list[str] = []
-        """Texts, one per token; the last is text that was held back."""
+        """A text per token; the last text may be what was held back."""
         self._unread_logprobs: list[TokenLogprobs] = []
         self._logprobs_per_token = 0
 
@@ -88,7 +99,7 @@ class ChoiceStream:
 
     @property
     def spec(self) -> ChoiceSpec:
-        """The choice, as a worker resumes it."""
+        """The choice as workers resume choices."""
         return ChoiceSpec(self.index, tuple(self._token_ids))
 
     def push(self, delta: TokenDelta) -> int:
@@ -212,3 +223,123 @@ class ChoiceStream:
         text, matched = self._stops.feed(piece)
         self._unread_text.append(text)
         return matched
+
+
+class TokenRules:
+    """What can be true of the tokens that a worker sends for a request: the router believes nothing else.
+
+    Checked once per message: ids and their number, and that a choice ends where its worker must end it
+    (`engine.sequence`), no sooner and no later. Whether a token is the right one, no router can tell.
+    """
+
+    def __init__(self, sampling: SamplingParams, vocab_size: int) -> None:
+        self._vocab_size = vocab_size
+        self._max_tokens = sampling.max_tokens
+        self._end_token_ids = sampling.end_token_ids
+        self._num_logprobs = sampling.logprobs
+        self._has_scores = sampling.beam_width > 0
+
+    def check(self, delta: TokenDelta) -> None:
+        """Raises InvalidOutput for what cannot be true of a choice, whatever came before."""
+        if self._is_bare(delta):
+            return
+        token_ids = delta.token_ids
+        last, num_tokens = token_ids[-1], delta.offset + len(token_ids)
+        if num_tokens > self._max_tokens:
+            raise InvalidOutput(f"tokens up to {num_tokens} of at most {self._max_tokens}")
+        due = FinishReason.STOP if last in self._end_token_ids else None
+        if due is None and num_tokens == self._max_tokens:
+            due = FinishReason.LENGTH
+        if delta.finish_reason is not due:
+            raise InvalidOutput(f"finish reason {delta.finish_reason} instead of {due} after {num_tokens} tokens")
+        if (delta.score is not None) is not self._has_scores or not math.isfinite(delta.score or 0.0):
+            raise InvalidOutput(f"score {delta.score} of a choice that has {'one' if self._has_scores else 'none'}")
+        if len(token_ids) > 1:
+            _check_vocabulary(max(token_ids), self._vocab_size)
+            if not self._end_token_ids.isdisjoint(token_ids[:-1]):
+                raise InvalidOutput("tokens behind the one that ends the choice")
+        else:
+            _check_vocabulary(last, self._vocab_size)
+        if self._num_logprobs is not None or delta.logprobs:
+            self._check_logprobs(delta)
+
+    def _is_bare(self, delta: TokenDelta) -> bool:
+        """Whether it is what nearly all are, and nothing is wrong with it: one token, behind which more follow."""
+        if delta[2:4] != _BARE or len(delta.token_ids) != 1:
+            return False
+        (token_id,) = delta.token_ids
+        goes_on = delta.offset + 1 < self._max_tokens and token_id not in self._end_token_ids
+        is_plain = self._num_logprobs is None and not self._has_scores and delta.score is None
+        return goes_on and is_plain and token_id < self._vocab_size
+
+    def _check_logprobs(self, delta: TokenDelta) -> None:
+        if self._num_logprobs is None or tuple(each.token_id for each in delta.logprobs) != delta.token_ids:
+            raise InvalidOutput("log-probabilities that are not of its tokens")
+        for each in delta.logprobs:
+            _check_top(each, self._num_logprobs, self._vocab_size)
+
+
+def _check_top(logprobs: TokenLogprobs, num_top: int, vocab_size: int) -> None:
+    """Raises InvalidOutput if one position names too many of the best tokens, or one that there is not."""
+    if len(logprobs.top) > num_top:
+        raise InvalidOutput(f"log-probabilities of {len(logprobs.top)} tokens instead of {num_top}")
+    _check_vocabulary(max((token_id for token_id, _ in logprobs.top), default=TokenId(0)), vocab_size)
+
+
+def _check_vocabulary(highest: TokenId, vocab_size: int) -> None:
+    if highest >= vocab_size:
+        raise InvalidOutput(f"a token beyond the vocabulary of {vocab_size}")
+
+
+class PromptLogprobs:
+    """A request's log-probabilities of its prompt, from the second token on, as workers send them, until they are read.
+
+    A pair of workers that takes over sends them again from the start; what is known is dropped. Nothing of a choice may
+    come before they are complete, so a reader has them all before the first token.
+    """
+
+    def __init__(self, prompt_token_ids: Sequence[TokenId], num_top: int, vocab_size: int) -> None:
+        """`num_top`: how many of the best tokens each may name."""
+        self._prompt_token_ids = prompt_token_ids
+        self._num_top = num_top
+        self._vocab_size = vocab_size
+        self._num_known = 1
+        self._unread: list[TokenLogprobs] = []
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether every token has its own."""
+        return self._num_known >= len(self._prompt_token_ids)
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether a worker has sent any."""
+        return self._num_known > 1
+
+    @property
+    def unread_weight(self) -> int:
+        """Tokens and log-probabilities that are not read yet."""
+        return len(self._unread) * (1 + self._num_top)
+
+    def push(self, offset: int, logprobs: Sequence[TokenLogprobs]) -> None:
+        """Takes those of tokens `offset, offset + 1, …`. Raises InvalidOutput, and takes nothing, if they cannot be."""
+        told = tuple(each.token_id for each in logprobs)
+        if not 1 <= offset <= self._num_known:
+            raise InvalidOutput(f"log-probabilities of the prompt from {offset} on, after {self._num_known - 1}")
+        if not told or told != tuple(self._prompt_token_ids[offset : offset + len(told)]):
+            raise InvalidOutput("log-probabilities that are not of the prompt's tokens")
+        for each in logprobs:
+            _check_top(each, self._num_top, self._vocab_size)
+        new = logprobs[self._num_known - offset :]
+        self._unread += new
+        self._num_known += len(new)
+
+    def read(self, max_weight: int | None = None) -> tuple[TokenLogprobs, ...]:
+        """All that is not read, or as much as weighs so much."""
+        count = len(self._unread) if max_weight is None else max(1, max_weight // (1 + self._num_top))
+        read, self._unread = self._unread[:count], self._unread[count:]
+        return tuple(read)
+
+    def drop_unread(self) -> None:
+        """Drops what is unread: no reader will come."""
+        self._unread = []

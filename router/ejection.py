@@ -98,7 +98,7 @@ class Ejections:
         return was_aside
 
     def failed(self, subject: Subject, now_s: float) -> float | None:
-        """It failed. Returns for how long it is set aside, if that begins now."""
+        """Notes a failure. Returns for how long the subject is set aside, if that begins now."""
         record = self._records.setdefault(subject, _Record())
         if record.until_s is None:
             record.outcomes.append(False)
@@ -152,7 +152,7 @@ class Ejections:
                 record.probe = probe
 
     def end(self, subjects: Iterable[Subject], probe: int) -> None:
-        """Ends a probe, whatever it showed. Idempotent."""
+        """Ends a probe, whatever the outcome. Idempotent."""
         for record in filter(None, map(self._records.get, subjects)):
             if record.probe == probe:
                 record.probe = None

@@ -5,7 +5,7 @@
 A face calls `entrance.run(CompletionRequest, Caller)` as `async with` and reads `running.delivery` until an output
 carries the summary. Refusals are raised before the body runs, later errors come from the delivery. Leaving the block
 is the only cancellation: every attempt sends Release to both workers before the block is left. A face leaves the
-block when the answer is written; until then the request is active, and `router.unread` ends a request whose answer is
+block when the answer is written; until then the request is active, and `Unread` ends a request whose answer is
 not read. Workers free their own blocks; the router frees its admission place and its handles. Workers do not stop
 single choices: tokens of a choice that a stop string ended are dropped. Releasing, cancelling and abandoning are
 idempotent.
@@ -24,19 +24,16 @@ from dataclasses import dataclass
 from functools import partial
 
 from models.files.checkpoint import CheckpointInfo
-from router.choice_stream import ChoiceStream
-from router.conversation import num_bytes, read_conversation
-from router.delivery import Delivery
+from router.chat_template import num_bytes, read_conversation
+from router.choice_stream import ChoiceStream, PromptLogprobs, TokenRules
+from router.delivery import Delivery, Unread
 from router.generation import Generation, ResolvedRequest, Rooms
 from router.grammar_check import GrammarCheck
 from router.metrics import Timeline
-from router.prompt_logprobs import PromptLogprobs
 from router.request import Caller, ChatPrompt, CompletionRequest, Prompt, TextPrompt, TokensPrompt
 from router.room import check_pools, common_sequence, longest_sequence
 from router.sampling import num_choices, num_seqs, resolve_sampling
-from router.token_rules import TokenRules
 from router.tokenization import Tokenization
-from router.unread import Unread
 from shell.clock import Deadline
 from shell.telemetry.events import RequestRefused
 from shell.telemetry.logging import get_logger
@@ -72,7 +69,7 @@ class RunningRequest:
 
 
 class Entrance:
-    """Entrance of one model, shared by all faces."""
+    """Entrance of the served model, shared by all faces."""
 
     def __init__(
         self,
@@ -129,7 +126,7 @@ class Entrance:
         with self.judging(), self.reading(self._priority(request, caller)):
             resolved = await self._resolve(request, caller)
         group, text = resolved.group, resolved.text
-        check = TokenRules.of(group.sampling, self._checkpoint.vocab_size).check
+        check = TokenRules(group.sampling, self._checkpoint.vocab_size).check
         detokenizer = partial(
             self._tokenization.detokenizer, group.prompt_token_ids, skip_special_tokens=text.skip_special_tokens
         )
@@ -179,7 +176,7 @@ class Entrance:
             )
 
     async def tokenize(self, prompt: TextPrompt | ChatPrompt) -> tuple[TokenId, ...]:
-        """Its tokens, were they too many for the model; an empty text gives none but the tokenizer's own.
+        """Returns the prompt's tokens, even too many for the model. An empty text gives the tokenizer's special tokens.
 
         Raises InvalidRequest, Overloaded.
         """

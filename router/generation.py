@@ -17,12 +17,11 @@ from typing import Any
 from router.admission import Admission
 from router.assignment import Assignment
 from router.attempt import Attempt
-from router.choice_stream import ChoiceStream
+from router.choice_stream import ChoiceStream, PromptLogprobs
 from router.delivery import Delivery
 from router.metrics import RouterMetrics, Timeline
 from router.placement import Demand
 from router.prefix_map import Prefix
-from router.prompt_logprobs import PromptLogprobs
 from router.request_spans import RequestSpans
 from router.retries import Retries, RetryPolicy
 from router.serving_set import SetId

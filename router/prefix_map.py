@@ -23,7 +23,7 @@ MAX_REPORTED = 1 << 20
 MAX_EXPECTED = 1 << 16
 """Names kept of one worker; what comes beyond them is not taken in, or the oldest expectation is dropped."""
 EXPECT_S = 30.0
-"""By then a prompt should be computed, and the worker have said so."""
+"""Time within which a worker computes a prompt and reports its blocks."""
 _BLOCKS_AT_ONCE = 1024
 """Named before others on the loop get their turn: about half a millisecond."""
 
@@ -218,7 +218,7 @@ class PrefixMap:
                 self._drop(name)
 
     def _drop(self, name: int) -> None:
-        """Ends an expectation; a no-op without one."""
+        """Ends the expectation of a block, if any."""
         if self._expected.pop(name, None) is not None:
             self._index.expected.discard(name, self._number)
 
@@ -229,7 +229,7 @@ class PrefixMap:
         return bisect_left(hashes, True, key=lambda name: name not in self._reported)
 
     def num_likely(self, hashes: Sequence[int], num_reported: int, now_s: float) -> int:
-        """The same, with those that it was given to compute. `num_reported`: what that says of them."""
+        """Returns how many blocks the worker has reported (`num_reported`) or was given to compute."""
         if not self._expected:
             return num_reported
 

@@ -28,7 +28,7 @@ class TokensPrompt:
 
 @dataclass(frozen=True, slots=True)
 class ChatPrompt:
-    """A conversation, to be rendered with a template of the model; `router.conversation` says what it holds."""
+    """A conversation, to be rendered with a template of the model; `router.chat_template` says what it holds."""
 
     messages: Sequence[Mapping[str, Any]]
     """Each has `role` and `content`, and what else templates know of a turn; arguments of tool calls are JSON."""

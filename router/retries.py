@@ -48,7 +48,7 @@ class Retries:
     def __init__(self, policy: RetryPolicy) -> None:
         self._policy = policy
         self.blamed: set[Incarnation] = set()
-        """Workers that failed the request: asked again only where no others exist."""
+        """Workers that failed the request. Placement takes them last."""
         self._culprits: set[Incarnation] = set()
         """Workers that failed the request on their own, not in a hand-off."""
         self._num_failed = 0

@@ -178,7 +178,7 @@ class StopStrings:
         return text[:cut], None
 
     def finish(self) -> str:
-        """The text held back, now that nothing follows it."""
+        """Returns the text held back; nothing follows."""
         held, self._held = self._held, ""
         return held
 

@@ -7,6 +7,7 @@ number of bytes at a time. Knows nothing of requests or protobuf.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import chain
@@ -16,11 +17,9 @@ from typing import TypeVar
 from tokenizers import Tokenizer
 
 from models.files.tokenizer_file import read_tokenizer
-from router.chat_template import ChatTemplates, load_chat_template
-from router.conversation import Conversation
+from router.chat_template import ChatTemplates, Conversation, load_chat_template
 from router.lane import Lane
 from router.text import Detokenizer, WholeTokens
-from router.text_pieces import can_be_cut, pieces
 from tandem.errors import InvalidRequest, Overloaded
 from tandem.types import TokenId
 
@@ -39,6 +38,15 @@ MAX_ANSWER_BYTES = 64 * 1024 * 1024
 """Most bytes of answers whose tokens have not left yet: with as many, no long text is begun."""
 _SLICE_TOKENS = 4096
 """Tokens described at a time: between two slices other threads of the router may run."""
+_PIECE_CHARACTERS = 64 * 1024
+_CUT = re.compile(r"[!-~](?= )")
+_SPANNING = re.compile(r"[!-~][ Ġ▁]")
+"""A token with a space inside, as tokenizers write a space."""
+_PROBE = (
+    "It's 12345 67 o'clock; DON'T  stop: 'l l' ,  , \t x\n\n  if (a != b) { \r\n return 'x' ;  }  THEY'LL 's 't 're "
+    "naïve … façade — 東京 2,000.5 % !! a1 1a __ <|a|> </s> [INST] #  ## http://a.b/c?d=e f 🙂 g\n h  "
+) + " ".join(map(chr, range(0x21, 0x7F)))
+"""Every character before a cut, and every kind of character near one, alone and in runs."""
 
 _T = TypeVar("_T")
 
@@ -132,7 +140,7 @@ class Tokenization:
             self._answer_bytes -= num_bytes
 
     def detokenizer(self, prompt_token_ids: Sequence[TokenId], *, skip_special_tokens: bool) -> Detokenizer:
-        """Returns a new incremental decoder for one choice."""
+        """Returns a new incremental decoder for a choice."""
         skipped = self._special_ids if skip_special_tokens else frozenset()
         return Detokenizer(self._tokenizer, skipped, self._whole, prompt_token_ids)
 
@@ -188,3 +196,37 @@ def _added_around(tokenizer: Tokenizer) -> tuple[Sequence[int], Sequence[int]] |
     if 0 not in added:
         return None
     return encoding.ids[: added.index(0)], encoding.ids[len(added) - added[::-1].index(0) :]
+
+
+def can_be_cut(tokenizer: Tokenizer) -> bool:
+    """Whether `pieces` of a text give the same tokens as the whole.
+
+    If no token spans a cut, what a model makes of the text on one side of it (merges, the best path) does not depend on
+    the other side. Whether the steps before the model look across is tried on a text.
+    """
+    if any(token.rstrip for token in tokenizer.get_added_tokens_decoder().values()):  # takes in the space after it
+        return False
+    if any(_SPANNING.search(token) for token in tokenizer.get_vocab()):
+        return False
+    whole = _plain_ids(tokenizer, _PROBE)
+    cuts = [cut.end() for cut in _CUT.finditer(_PROBE)]
+    return all(_plain_ids(tokenizer, _PROBE[:cut]) + _plain_ids(tokenizer, _PROBE[cut:]) == whole for cut in cuts)
+
+
+def pieces(text: str) -> Iterator[str]:
+    """Yields the text in pieces of about 64 Ki characters, longer where there is no place to cut.
+
+    Until it has a text's last token, a tokenizer holds many times the text's size in memory; in pieces, as much for one
+    piece. Texts are cut before a space that follows a printable ASCII character.
+    """
+    start = 0
+    while start < len(text):
+        cut = _CUT.search(text, start + _PIECE_CHARACTERS)
+        end = len(text) if cut is None else cut.end()
+        yield text[start:end]
+        start = end
+
+
+def _plain_ids(tokenizer: Tokenizer, text: str) -> list[int]:
+    ids: list[int] = tokenizer.encode(text, add_special_tokens=False).ids
+    return ids

@@ -45,7 +45,7 @@ class Witness:
         self.begin(assignment)
 
     def move_failed(self) -> None:
-        """Notes that the request stays where it ran before the move."""
+        """Notes that the move failed: the request stays on the pair before."""
         source, self._source = self._source, None
         self.end()
         self._assignment, self._arrived, self._decoded = source, True, True

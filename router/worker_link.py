@@ -48,7 +48,7 @@ class GroupListener(Protocol):
         """The prompt's turn has come: its first chunk is being computed."""
 
     def prompt_logprobs(self, sender: WorkerInfo, offset: int, logprobs: Sequence[TokenLogprobs]) -> None:
-        """Of the prompt's tokens from `offset` on."""
+        """Log-probabilities of the prompt's tokens from `offset` on."""
 
     def prefill_done(self, sender: WorkerInfo, queue_s: float, prefill_s: float, cached_tokens: int) -> None:
         """The prompt is computed, but for the first `cached_tokens`, whose KV the worker had; first tokens follow."""
@@ -60,10 +60,10 @@ class GroupListener(Protocol):
         """The decode worker drains, and would hand it over to another one. It goes on meanwhile."""
 
     def tokens(self, sender: WorkerInfo, delta: TokenDelta) -> None:
-        """New tokens of one choice."""
+        """New tokens of a choice."""
 
     def waiting(self, sender: WorkerInfo) -> None:
-        """The worker holds it still, and knows what it waits for."""
+        """The worker still holds the request, which waits."""
 
     def failed(self, sender: WorkerInfo, error: TandemError) -> None:
         """It ended without all its tokens, or the worker was lost (reason WORKER_LOST)."""
@@ -182,7 +182,7 @@ class WorkerLink:
             self._backoff_s = min(_MAX_BACKOFF_S, self._backoff_s * 2)
 
     async def _connect_once(self) -> None:
-        """One stream's life. Returns when it ended."""
+        """Opens a stream; returns when the stream has ended."""
         async with open_channel(self._info.address, self._credentials) as channel:
             call = worker_pb2_grpc.WorkerServiceStub(channel).Connect(metadata=self._credentials.metadata())
             try:
@@ -238,7 +238,7 @@ class WorkerLink:
             self._tell(kind, getattr(response, kind))
 
     def _pass_on(self, step: worker_pb2.StepOutputs) -> None:
-        """What a step made. Raises Unavailable if it cannot be told whose tokens these are."""
+        """Passes on the tokens of a step. Raises Unavailable if the message does not say whose tokens these are."""
         try:
             deltas = deltas_from_proto(step)
         except InvalidOutput as error:
@@ -312,7 +312,7 @@ class WorkerLink:
         self._has_outgoing.set()
 
     def _lose_all(self) -> None:
-        """The stream is gone: so is everything in it."""
+        """The stream is gone: fails all requests in the stream."""
         self._outgoing.clear()
         self.held.forget()
         self.connected = False

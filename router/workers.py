@@ -192,7 +192,7 @@ class Workers:
 
     @property
     def num_pairs_set_aside(self) -> int:
-        """Number of pairs that get no work as long as others exist."""
+        """Number of pairs that placement takes last."""
         return len(self._ejections.pair_burdens(self._clock.now_s()))
 
     def readiness(self) -> str | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import enum
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from random import Random
 from typing import cast
 
@@ -19,7 +19,7 @@ from simulator.outcomes import Outcome, Result, RoleUse
 from simulator.requests import Attempt, Rooms, serve
 from simulator.traces import Trace, rate_of
 from simulator.transfers import Network
-from simulator.worker import MODEL, ElasticOptions, SimulatedWorker
+from simulator.worker import MODEL, SimulatedWorker
 from tandem.errors import InternalError
 from tandem.types import Role, WorkerId, WorkerInfo
 
@@ -84,7 +84,6 @@ class Setup:
     max_active: int = _MANY
     """Most requests under way at a time; further requests wait at the router."""
     seed: int = 0
-    elastic: ElasticOptions = field(default_factory=ElasticOptions)
 
 
 def simulate(setup: Setup, trace: Trace) -> Result:
@@ -120,7 +119,6 @@ class _Cluster:
                 host,
                 workers.heartbeat,
                 computes_prompts=computes,
-                elastic=setup.elastic,
                 seed=setup.seed,
             )
             self._named[WorkerId(name)] = worker

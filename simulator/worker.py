@@ -12,19 +12,16 @@ import asyncio
 from collections import deque
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
 from random import Random
 
-from decode_worker.policy import WorkerPolicy
-from decode_worker.scheduler import StepLimits
 from decode_worker.worker import new_decode_worker
 from engine.block_pool import BlockPool
+from engine.chunking import ChunkTokens, EngineSizes
 from engine.prefix_cache import PrefixCache
 from kvtransfer.base import Sender
-from prefill_worker.prompt_line import LineLimits
-from prefill_worker.prompts import PromptPolicy
-from prefill_worker.worker import new_prefill_worker
+from prefill_worker.prompts import new_prefill_worker
 from router.prefix_map import PrefixMap
+from shell.config import DecodeConfig
 from simulator.costs import CostModel
 from simulator.engine import Host, SimulatedEngine
 from simulator.loop import SimulatedClock
@@ -33,22 +30,12 @@ from tandem.limits import Limits
 from tandem.types import Incarnation, PoolCounts, Role, WorkerId, WorkerInfo, WorkerLoad
 from tandem.validation import Validator
 from worker.core import Worker
-from worker.parts import WorkerParts
-from worker.ports import RouterPort
+from worker.ports import RouterPort, WorkerParts
 from worker.serving.cache_reports import CacheNews, CacheReports
 
 HEARTBEAT_S = 0.25
 VOCAB_SIZE = 2**31 - 1
 MODEL = "simulated"
-
-
-@dataclass(frozen=True, slots=True)
-class ElasticOptions:
-    """Options of elastic workers, as an operator sets them."""
-
-    inter_token_objective_s: float | None = None
-    """None = a multiple of the measured steps."""
-    waiting_served_ratio: float = 3.0
 
 
 class Link:
@@ -79,7 +66,6 @@ class SimulatedWorker:
         on_heartbeat: Callable[[WorkerInfo, WorkerLoad], None],
         *,
         computes_prompts: bool,
-        elastic: ElasticOptions,
         seed: int,
     ) -> None:
         """`computes_prompts`: whether a decode worker computes all prompts for itself."""
@@ -96,7 +82,6 @@ class SimulatedWorker:
         self._network = network
         self._host = host
         self._on_heartbeat = on_heartbeat
-        self._elastic = elastic
         self._local_tokens = None if role is Role.ELASTIC or computes_prompts else 0
         self._rng = Random(f"{seed} {name}")
         self._num_lives = 0
@@ -178,7 +163,7 @@ class SimulatedWorker:
         if life_number != self._num_lives or not self.is_up:
             return
         if self._life is None:
-            self._life = _Life(self.role, self._costs, self._network, self._host, self.link, self._elastic, self._rng)
+            self._life = _Life(self.role, self._costs, self._network, self._host, self.link, self._rng)
         self._life.run(self._beat)
         what(self._life.core)
 
@@ -212,7 +197,6 @@ class _Life:
         network: Network,
         host: Host,
         link: Link,
-        elastic: ElasticOptions,
         rng: Random,
     ) -> None:
         step = costs.decode_step or costs.step if role is Role.DECODE else costs.step
@@ -227,7 +211,7 @@ class _Life:
         news = CacheNews(lambda: _tell(news, link))
         self._news.enter_context(reports.telling(news))
         self._receiver = SimulatedReceiver(network)
-        self.core = _core(role, costs, self.engine, cache, self._receiver, SimulatedSender(network), elastic)
+        self.core = _core(role, costs, self.engine, cache, self._receiver, SimulatedSender(network))
 
     @property
     def is_idle(self) -> bool:
@@ -278,21 +262,12 @@ def _core(
     cache: PrefixCache,
     receiver: SimulatedReceiver,
     sender: Sender,
-    options: ElasticOptions,
 ) -> Worker:
-    tokens = costs.max_sequence_tokens
-    validator = Validator(Limits(), VOCAB_SIZE, context_tokens=tokens)
-    parts = WorkerParts(engine, cache, validator, SimulatedClock())
+    sizes = EngineSizes(
+        ChunkTokens(costs.chunk_tokens, costs.prefill_chunk_tokens), costs.max_seqs, costs.max_sequence_tokens
+    )
+    validator = Validator(Limits(), VOCAB_SIZE, context_tokens=sizes.max_sequence_tokens)
+    parts = WorkerParts(engine, cache, sizes, validator, SimulatedClock())
     if role is Role.PREFILL:
-        prompts = PromptPolicy(LineLimits(costs.max_seqs), tokens, costs.prefill_chunk_tokens)
-        return new_prefill_worker(parts, sender, prompts)
-    limits = StepLimits(costs.block_size, costs.max_seqs, costs.chunk_tokens)
-    policy = WorkerPolicy(limits, tokens, alone_tokens=costs.prefill_chunk_tokens)
-    if role is Role.ELASTIC:
-        policy = replace(
-            policy,
-            inter_token_objective_s=options.inter_token_objective_s,
-            waiting_served_ratio=options.waiting_served_ratio,
-            elastic=True,
-        )
-    return new_decode_worker(parts, receiver, policy, sender)
+        return new_prefill_worker(parts, sender)
+    return new_decode_worker(parts, receiver, DecodeConfig(elastic=role is Role.ELASTIC), sender)

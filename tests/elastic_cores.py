@@ -9,24 +9,21 @@ import asyncio
 from dataclasses import replace
 from typing import Any
 
-from decode_worker.policy import WorkerPolicy
-from decode_worker.scheduler import StepLimits
 from decode_worker.worker import new_decode_worker
 from engine.block_pool import BlockPool
 from engine.prefix_cache import PrefixCache
 from router.attempt import Attempt
 from router.delivery import ChoiceStream, Delivery
 from router.placement import Placement
+from shell.config import ElasticConfig
 from shell.telemetry.events import Events
 from tandem.errors import TandemError
-from tandem.limits import Limits
 from tandem.types import ChoiceSpec, GroupSpec, Incarnation, Role, TextParams, TokenId, WorkerId, WorkerInfo
-from tandem.validation import Validator
 from tests.joined_cores import BLOCK_SIZE, CoreLink, Ids, Wire, info_of
 from tests.manual_clock import ManualClock
-from tests.token_engine import VOCAB_SIZE, WAIT_S, FakeEngine
+from tests.token_engine import WAIT_S, FakeEngine
+from tests.worker_parts import parts_of
 from worker.core import Worker
-from worker.parts import WorkerParts
 
 NAMES = ("a", "b")
 _NEVER_S = 1e9
@@ -45,12 +42,12 @@ class ElasticCores:
             "a": Wire(self.engines["b"], self.engines["a"]),
             "b": Wire(self.engines["a"], self.engines["b"]),
         }  # by who receives
-        policy = WorkerPolicy(StepLimits(BLOCK_SIZE, max_seqs, chunk_tokens), 4096, first_guess_tokens=4, elastic=True)
-        validator = Validator(Limits(), VOCAB_SIZE, context_tokens=4096)
+        config = ElasticConfig(inter_token_objective_s=0.0)
         self.cores: dict[str, Worker] = {}
         for name, other in (NAMES, NAMES[::-1]):
-            parts = WorkerParts(self.engines[name], self.caches[name], validator, self.clock)
-            self.cores[name] = new_decode_worker(parts, wires[name], policy, wires[other])
+            sizes = {"max_seqs": max_seqs, "chunk_tokens": chunk_tokens}
+            parts = parts_of(self.engines[name], self.caches[name], self.clock, **sizes)
+            self.cores[name] = new_decode_worker(parts, wires[name], config, wires[other], first_guess_tokens=4)
         self.infos = {name: _info_of(name) for name in NAMES}
         self.links = {name: CoreLink(self.infos[name], core) for name, core in self.cores.items()}
 

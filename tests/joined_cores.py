@@ -10,26 +10,22 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from decode_worker.policy import WorkerPolicy
-from decode_worker.scheduler import StepLimits
 from decode_worker.worker import new_decode_worker
 from engine.block_pool import BlockPool
 from engine.host_tier import HostTier
 from engine.prefix_cache import PrefixCache
 from engine.step import SampledToken
 from kvtransfer.base import BlockRef, HandoffListener, Offer, TransferReport
-from prefill_worker.prompt_line import LineLimits
-from prefill_worker.prompts import PromptPolicy
-from prefill_worker.worker import new_prefill_worker
+from prefill_worker.prompts import new_prefill_worker
 from router.attempt import Attempt
 from router.choice_stream import ChoiceStream
 from router.delivery import Delivery
 from router.placement import Placement
 from router.worker_link import GroupListener
+from shell.config import DecodeConfig
 from shell.telemetry.events import Events
 from tandem.convert import group_from_proto
 from tandem.errors import TandemError, TransferError
-from tandem.limits import Limits
 from tandem.types import (
     BlockId,
     FinishReason,
@@ -46,12 +42,11 @@ from tandem.types import (
     WorkerInfo,
 )
 from tandem.v1 import worker_pb2
-from tandem.validation import Validator
 from tests.fake_disk import LateDisk
 from tests.manual_clock import ManualClock
 from tests.registering import INFO
-from tests.token_engine import VOCAB_SIZE, WAIT_S, FakeEngine
-from worker.parts import WorkerParts
+from tests.token_engine import WAIT_S, FakeEngine
+from tests.worker_parts import parts_of
 from worker.ports import Destination, RouterPort
 
 BLOCK_SIZE = 4
@@ -325,17 +320,12 @@ class JoinedCores:
             for role, pool in self.pools.items()
         }
         wire: Any = Wire(self.engines[Role.PREFILL], self.engines[Role.DECODE])
-        validator = Validator(Limits(), VOCAB_SIZE, context_tokens=4096)
-        self.prefill = new_prefill_worker(
-            WorkerParts(self.engines[Role.PREFILL], self.caches[Role.PREFILL], validator, self.clock),
-            wire,
-            PromptPolicy(LineLimits(max_seqs=4), 4096, chunk_tokens=8),
+        prefill, decode = (
+            parts_of(self.engines[role], self.caches[role], self.clock, max_seqs=seqs, chunk_tokens=chunk)
+            for role, seqs, chunk in ((Role.PREFILL, 4, 8), (Role.DECODE, max_seqs, 16))
         )
-        self.decode = new_decode_worker(
-            WorkerParts(self.engines[Role.DECODE], self.caches[Role.DECODE], validator, self.clock),
-            wire,
-            WorkerPolicy(StepLimits(BLOCK_SIZE, max_seqs, chunk_tokens=16), 4096, first_guess_tokens=4),
-        )
+        self.prefill = new_prefill_worker(prefill, wire)
+        self.decode = new_decode_worker(decode, wire, DecodeConfig(), first_guess_tokens=4)
         self.links = {
             Role.PREFILL: CoreLink(self.infos[Role.PREFILL], self.prefill),
             Role.DECODE: CoreLink(self.infos[Role.DECODE], self.decode),

@@ -28,15 +28,7 @@ from engine.block_pool import BlockPool
 from engine.group import Group
 from engine.sequence import Sequence
 from worker.request import Request
-
-MAX_OVERTAKES = 64
-"""Requests that may get room before one that came earlier: so many small ones fill a pool beside a large one."""
-WINDOW = 128
-"""Completions that are remembered: some minutes of a small worker, seconds of a large one."""
-FIRST_GUESS_TOKENS = 256
-"""The only length that is remembered before any completion has ended."""
-PATIENCE = 4
-"""Tokens computed since a prompt came, per token of its own, after which newcomers no longer go before it."""
+from worker.tuning import FIRST_GUESS_TOKENS, MAX_OVERTAKES, REMEMBERED, TURN_TOKENS
 
 Turn: TypeAlias = tuple[int, int, int]
 """Smaller goes first; no two requests have the same."""
@@ -45,11 +37,11 @@ Turn: TypeAlias = tuple[int, int, int]
 def turn_of(request: Request, num_left: int) -> Turn:
     """Returns a prompt's turn to be computed: higher priority first, then the shortest, within a bound on age.
 
-    Time is counted in prompt tokens that the worker has computed. Once `PATIENCE * n` were computed since a prompt of n
-    tokens came, every newcomer's turn is behind its own: long prompts wait in proportion to their own length.
+    Time is counted in prompt tokens that the worker has computed. Once `TURN_TOKENS * n` were computed since a prompt
+    of n tokens came, every newcomer's turn is behind: long prompts wait in proportion to their own length.
     """
     negative_priority, number = request.rank
-    return negative_priority, request.came_after_tokens + PATIENCE * num_left, number
+    return negative_priority, request.came_after_tokens + TURN_TOKENS * num_left, number
 
 
 def is_overdue(request: Request) -> bool:
@@ -94,12 +86,12 @@ class Forecast:
 
     def __init__(self, pool: BlockPool, first_guess_tokens: int = FIRST_GUESS_TOKENS) -> None:
         self._pool = pool
-        self._lengths = deque([first_guess_tokens], WINDOW)
+        self._lengths = deque([first_guess_tokens], REMEMBERED)
         self._sorted = [first_guess_tokens]
 
     def completed(self, num_tokens: int) -> None:
         """Learns from an ended completion of `num_tokens`, at least 1."""
-        if len(self._lengths) == WINDOW:
+        if len(self._lengths) == REMEMBERED:
             del self._sorted[bisect.bisect_left(self._sorted, self._lengths[0])]
         self._lengths.append(num_tokens)
         bisect.insort(self._sorted, num_tokens)

@@ -3,15 +3,15 @@
     tokens = (longest step - decode step) * tokens per second        where sequences decode
     tokens = `alone_tokens`                                          where none does
 
-The longest step is the objective: the seconds that were asked for, or `FEW_STEPS` of the shortest decode step seen. It
-gives way to two things, and to nothing else:
+The longest step is the objective: the seconds that were asked for, or `OBJECTIVE_STEPS` of the shortest decode step
+seen. It gives way to two things, and to nothing else:
 
 1. The line of prompts. A first token should come within `waiting_served_ratio` times the time that its prompt takes
    alone (TGI has the option too). The last of n equal prompts waits n times that long even if nothing decodes, so
    prompts need the share n / ratio of a step: the decode step is at most 1 - n / ratio of it. From n = ratio on, chunks
    are whole: streams that begin among prompts have few long gaps, not many shorter ones.
 2. The fixed cost of a mixed step: on a GPU, whose kernels are then launched one by one, it may be longer than the
-   objective whatever the chunk. Beyond its decodes a mixed step takes at least `FIXED_TIMES` of that cost:
+   objective whatever the chunk. Beyond its decodes a mixed step takes at least `FIXED_COSTS` of that cost:
 
        fixed cost = least time beyond the decodes with few prompt tokens - these tokens * least time of a token
 
@@ -24,27 +24,35 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from worker.token_rate import TokenRate
+from worker.tuning import (
+    FEWEST_SMALL,
+    FIRST_GRAINS,
+    FIXED_COSTS,
+    GRAINS,
+    MOST_GAIN,
+    OBJECTIVE_STEPS,
+    RATE_TOKENS,
+    WEIGHT,
+    WEIGHT_ABOVE,
+    WEIGHT_BELOW,
+)
 
-FEW_STEPS = 2.2
-"""Shortest decode steps, without unit. Set by `bench.simulate` (decode-heavy, 2026-11-23): 2.0 attains 3 % less."""
-FIXED_TIMES = 4
-"""Fixed costs in a mixed step and its chunk, without unit: prompts get two thirds of what their tokens alone would,
-though the fixed cost may be taken for a third too little. Set by `tests/unit/worker/test_fixed_cost.py`."""
-_GRAINS = 128
-"""Multiples of a chunk that results are."""
-_FIRST_GRAINS = 8
-"""Multiples beside decodes, before anything is known of either."""
-_FEWEST_SMALL = 8
-"""Mixed steps with few prompt tokens that tell a fixed cost: the first ones may compile kernels or stand still."""
-_WEIGHT = 1 / 8
-"""Weight of the newest step in the average of decode steps."""
-_WEIGHT_BELOW = 1 / 2
-"""Weight of a step that is shorter than the average: what made the others longer was something else."""
-_WEIGHT_ABOVE = 1 / 48
-"""Weight of a step that is longer than the least: fixed costs are remembered while chunks of one size hide them."""
-_MOST_GAIN = 4.0
-"""Times their rate alone that prompts get beside decodes at most: less than no time cannot be measured."""
+
+class _TokenRate:
+    """The tokens per second of prompts, over the last `RATE_TOKENS`, and over several steps at least."""
+
+    def __init__(self) -> None:
+        self._tokens = self._seconds = 0.0
+
+    def add(self, tokens: int, seconds: float) -> None:
+        keeps = 1 - min(tokens / RATE_TOKENS, WEIGHT)
+        self._tokens = keeps * self._tokens + tokens
+        self._seconds = keeps * self._seconds + seconds
+
+    @property
+    def per_s(self) -> float:
+        """Returns the rate; 0 = nothing was measured."""
+        return self._tokens / self._seconds if self._seconds > 0 else 0.0
 
 
 class _FixedCost:
@@ -60,18 +68,18 @@ class _FixedCost:
     @property
     def seconds(self) -> float:
         """Returns the fixed cost; 0 = there is none, or it is not known yet."""
-        is_known = self._num_small >= _FEWEST_SMALL
+        is_known = self._num_small >= FEWEST_SMALL
         return max(0.0, self._seconds - self._tokens * self._token_s) if is_known else 0.0
 
     def step_took(self, num_tokens: int, seconds: float, *, is_mixed: bool) -> None:
         """Learns from a step whose prompt tokens took `seconds` beyond its decodes."""
         token_s = seconds / num_tokens
-        self._token_s += _weight(token_s, self._token_s, _WEIGHT_ABOVE) * (token_s - self._token_s)
+        self._token_s += _weight(token_s, self._token_s, WEIGHT_ABOVE) * (token_s - self._token_s)
         if not is_mixed:
             return
         is_small = not 0 < 2 * self._tokens <= num_tokens
         if is_small or seconds < self._seconds:  # no step of any size is shorter than the fixed cost
-            weight = _weight(seconds, self._seconds, _WEIGHT_ABOVE)
+            weight = _weight(seconds, self._seconds, WEIGHT_ABOVE)
             shown_s = min(seconds, 2 * self._seconds or seconds)  # a step that stood still counts twice the least
             self._seconds += weight * (shown_s - self._seconds)
             self._tokens += weight * (num_tokens - self._tokens) if is_small else 0.0
@@ -92,14 +100,15 @@ class ChunkBudget:
 
         `alone_tokens` None = as many; never more.
         """
-        self._chunk_tokens = chunk_tokens
+        self.chunk_tokens = chunk_tokens
+        """The most prompt tokens beside decodes."""
         self._alone_tokens = chunk_tokens if alone_tokens is None else min(alone_tokens, chunk_tokens)
-        self._grain_tokens = max(1, chunk_tokens // _GRAINS)
+        self._grain_tokens = max(1, chunk_tokens // GRAINS)
         self._objective_s = objective_s
         self._most_wait_ratio = waiting_served_ratio
         self._decode_s: dict[int, float] = {}
         """By size class: decode steps of `[2**(c-1), 2**c)` sequences."""
-        self._prompts = TokenRate()
+        self._prompts = _TokenRate()
         """The rate of prompts, alone and beside decodes, without the time that decodes take."""
         self._fixed = _FixedCost()
         self._num_decodes = 0
@@ -114,14 +123,14 @@ class ChunkBudget:
         size, decode_s = num_decodes.bit_length(), self.decode_step_s(num_decodes)
         if not num_prompt_tokens:
             average = self._decode_s.get(size, seconds)
-            self._decode_s[size] = average + _weight(seconds, average, _WEIGHT) * (seconds - average)
+            self._decode_s[size] = average + _weight(seconds, average, WEIGHT) * (seconds - average)
         elif not num_decodes or decode_s:
             per_s = self._prompts.per_s
-            least_s = num_prompt_tokens / (_MOST_GAIN * per_s) if per_s else seconds / 100
+            least_s = num_prompt_tokens / (MOST_GAIN * per_s) if per_s else seconds / 100
             prompt_s = max(seconds - decode_s, least_s) if num_decodes else seconds
             self._prompts.add(num_prompt_tokens, prompt_s)
             self._fixed.step_took(num_prompt_tokens, prompt_s, is_mixed=num_decodes > 0)
-        elif self._prompts.per_s and num_prompt_tokens <= _FIRST_GRAINS * self._grain_tokens:
+        elif self._prompts.per_s and num_prompt_tokens <= FIRST_GRAINS * self._grain_tokens:
             # Before any decode step, a mixed one with a small chunk tells how long one takes.
             self._decode_s[size] = max(seconds - num_prompt_tokens / self._prompts.per_s, seconds / 4)
 
@@ -135,13 +144,13 @@ class ChunkBudget:
         decode_s, per_s = self.decode_step_s(num_decodes), self._prompts.per_s
         share = wait_ratio / self._most_wait_ratio
         if self._objective_s == 0 or (share >= 1 and decode_s and per_s):
-            return self._chunk_tokens
+            return self.chunk_tokens
         if not decode_s or not per_s:
-            return min(_FIRST_GRAINS * self._grain_tokens, self._chunk_tokens)
+            return min(FIRST_GRAINS * self._grain_tokens, self.chunk_tokens)
         longest_s = max(self.step_objective_s, decode_s / (1 - share))
-        chunk_s = max(longest_s - decode_s, FIXED_TIMES * self._fixed.seconds)
+        chunk_s = max(longest_s - decode_s, FIXED_COSTS * self._fixed.seconds)
         num_grains = round(chunk_s * per_s) // self._grain_tokens
-        return min(max(1, num_grains) * self._grain_tokens, self._chunk_tokens)
+        return min(max(1, num_grains) * self._grain_tokens, self.chunk_tokens)
 
     def wait_ratio(self, line: Iterable[int]) -> float:
         """Returns how many times its own time alone the worst off prompt in line waits for its first token; 0 = none.
@@ -182,9 +191,9 @@ class ChunkBudget:
         """The longest step that streams allow; 0 = there is none, or it is not known yet."""
         if self._objective_s is not None:
             return self._objective_s
-        return FEW_STEPS * min(self._decode_s.values(), default=0.0)
+        return OBJECTIVE_STEPS * min(self._decode_s.values(), default=0.0)
 
 
 def _weight(new: float, known: float, above: float) -> float:
     """Returns the weight of a new value in a moving average that is `known`; 0 = nothing is known yet."""
-    return 1.0 if not known else _WEIGHT_BELOW if new < known else above
+    return 1.0 if not known else WEIGHT_BELOW if new < known else above

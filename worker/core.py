@@ -34,8 +34,7 @@ from tandem.errors import (
 )
 from tandem.types import GroupSpec, Handle, WorkerLoad
 from worker.budget import ChunkBudget
-from worker.parts import WorkerParts
-from worker.ports import Destination, RouterPort
+from worker.ports import Destination, RouterPort, WorkerParts
 from worker.releases import BlockReleases
 from worker.request import Request
 from worker.source import Owner, Source, Sources

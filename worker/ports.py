@@ -13,9 +13,15 @@ from collections.abc import Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
+from engine.chunking import EngineSizes
+from engine.guides import Guides
+from engine.prefix_cache import PrefixCache
 from engine.step import SampledToken, Step, StepResult
+from shell.clock import Clock
+from shell.telemetry.events import ProcessEvents, WorkerEvents
 from tandem.errors import TandemError
 from tandem.types import FinishReason, GroupSpec, Handle, TokenId, TokenLogprobs, WaitReason, WorkerLoad
+from tandem.validation import Validator
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,6 +166,20 @@ class StepEngine(Protocol):
         The result raises what the step raised, once the device no longer uses its blocks. It must not be cancelled:
         wait with `engine.thread_work.to_the_end`, which does not end before the step.
         """
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerParts:
+    """What a worker's core works with; the maker of these parts owns and closes each."""
+
+    engine: StepEngine
+    cache: PrefixCache
+    sizes: EngineSizes
+    validator: Validator
+    clock: Clock
+    events: WorkerEvents = field(default_factory=ProcessEvents)
+    guides: Guides | None = None
+    """None = constraints are refused."""
 
 
 class WorkerCore(Protocol):

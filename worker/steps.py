@@ -32,7 +32,7 @@ from shell.telemetry.events import PrefixLookedUp, Started, StepEnded
 from shell.telemetry.logging import get_logger
 from tandem.errors import TandemError
 from worker.budget import ChunkBudget
-from worker.parts import WorkerParts
+from worker.ports import WorkerParts
 from worker.releases import BlockReleases
 from worker.request import Request
 from worker.source import BatchedStep, Owner, Sources
@@ -154,7 +154,8 @@ class StepLoop:
     async def _apply(self, last: _InFlight) -> None:
         """Waits for the oldest step in flight, and applies its results."""
         batched = last.batched
-        await asyncio.wait({last.result})  # not the future itself: a cancelled wait must leave the step alone
+        if not last.result.done():
+            await asyncio.wait({last.result})  # not the future itself: a cancelled wait must leave the step alone
         self._ended(last)
         try:
             result = last.result.result()
@@ -225,10 +226,11 @@ class StepLoop:
 
     def _report(self, batched: BatchedStep, result: StepResult) -> None:
         seconds = result.seconds
-        self._budget.step_took(len(batched.rows), batched.num_prompt_tokens, seconds)
+        num_rows, num_prompt_tokens = len(batched.rows), batched.num_prompt_tokens
+        self._budget.step_took(num_rows, num_prompt_tokens, seconds)
         if batched.is_decode:
             self._decode_s = seconds
-        self._events.emit(StepEnded(seconds, batched.num_prompt_tokens, len(batched.rows), len(batched.seqs)))
+        self._events.emit(StepEnded(seconds, num_prompt_tokens, num_rows, num_rows + len(batched.chunks)))
 
     async def _drain(self) -> None:
         """Waits for the steps in flight, cancelled or not."""

@@ -13,25 +13,24 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict
 from functools import partial
 from typing import Any, TypeVar
 
 import torch
 
-from bench.ceilings import Ceilings, measure_ceilings
 from bench.kernels.attention_batch import AttentionBatch, largest_difference
 from bench.kernels.attention_peers import peer_calls
-from bench.kernels.decode_share import StepShares, document, measure_shares, triton_sampling
+from bench.kernels.ceilings import measure_ceilings
 from bench.kernels.gpu import describe_gpu
 from bench.kernels.launch_gaps import measure_gaps
-from bench.kernels.measurement import HEADER, Measurement
-from bench.kernels.operation_calls import linear_calls, quantized_linear_calls, small_calls
+from bench.kernels.operation_calls import OperationCalls, linear_calls, quantized_linear_calls, small_calls
 from bench.kernels.product_peers import MakesLinear, OneDnn, has_one_dnn, other_tiers
+from bench.kernels.roofline import HEADER, Cost, Measurement
 from bench.kernels.shapes import CPU_ATTENTION, CUDA_ATTENTION, SHAPE_8B, SHAPE_135M, AttentionShape, LayerShape
 from bench.support.machine import write_record
-from bench.support.timing import captured_s, time_s
+from bench.support.timing import Call, time_s
 from kernels.dispatch import available_backends, select_kernels
 from kernels.operations import Kernels
 from kernels.quantized import QuantForm
@@ -43,12 +42,9 @@ _CPU_TOKENS = (1, 4, 16, 64, 256, 512, 2048)
 _OTHER_TIERS_TOKENS = 64
 """Up to so many tokens the tiers that are not in use are measured too, and quantised products."""
 _CUDA_TOKENS = (1, 32, 256, 4096)
-_STEPS = ((1, 2048), (32, 2048), (128, 1024), (256, 1024))
-"""`(batch, context)` of the decode steps that are taken apart on a GPU."""
 _LAYOUTS = 6
 _GPU_QUANTIZED_KV = (32, 16)
 """Quantised KV is measured on a GPU for so many seqs and blocks of so many tokens alone."""
-_CUDA_QUANTIZED_TOKENS = (1, 32, 256, 4096)
 _BUDGET_S = 0.15
 _DTYPE = torch.bfloat16
 
@@ -62,7 +58,6 @@ class Run:
         """With `head_dim`, attention of that size is all that is measured."""
         self.device, self.cpu_tier, self.head_dim = device, cpu_tier, head_dim
         self.rows: list[Measurement] = []
-        self.shares: list[StepShares] = []
         self.failures: list[str] = []
         self.sets = kernel_sets(device, cpu_tier)
 
@@ -74,34 +69,32 @@ class Run:
     def measure(self) -> dict[str, Any]:
         """Everything, printed as it comes; returns the record."""
         began_s = time.monotonic()
-        ceilings = measure_ceilings(self.device)
-        print(*(f"{name}: {value}" for name, value in asdict(ceilings).items()), sep="\n")
+        self.ceilings = measure_ceilings(self.device)
+        print(*(f"{name}: {value}" for name, value in asdict(self.ceilings).items()), sep="\n")
         machine = describe_gpu(self.device) if self.on_gpu else {}
         print(*(f"{name}: {value}" for name, value in machine.items()), HEADER, sep="\n", flush=True)
         for shape in self._shapes():
-            self._try(f"attention at {shape}", partial(self._measure_attention, shape, ceilings))
+            self._try(f"attention at {shape}", partial(self._measure_attention, shape))
         for tokens in self._tokens():
-            self._try(f"operations at {tokens}", partial(self._measure_operations, tokens, ceilings))
+            self._try(f"operations at {tokens}", partial(self._measure_operations, tokens))
             if not self.on_gpu:
-                self._try(f"products at {tokens}", partial(self._measure_product_peers, tokens, ceilings))
+                self._try(f"products at {tokens}", partial(self._measure_product_peers, tokens))
             if self._has_quantized_products(tokens):
-                self._try(
-                    f"quantised products at {tokens}", partial(self._measure_quantized_products, tokens, ceilings)
-                )
+                self._try(f"quantised products at {tokens}", partial(self._measure_quantized_products, tokens))
         results: dict[str, Any] = {
             **machine,
-            "ceilings": asdict(ceilings),
+            "ceilings": asdict(self.ceilings),
             "dtype": str(_DTYPE),
-            "measurements": [row.document(ceilings) for row in self.rows],
+            "measurements": [row.document(self.ceilings) for row in self.rows],
         }
         if self.on_gpu and self.head_dim is None:
-            results |= self._measure_steps()
+            gaps = self._try("launch gaps", lambda: measure_gaps(self.device)) or ()
+            print(*gaps, sep="\n")
+            results["launch_gaps"] = [{**asdict(gap), "idle_share": gap.idle_share} for gap in gaps]
         return {**results, "failures": self.failures, "took_s": time.monotonic() - began_s}
 
     def _has_quantized_products(self, tokens: int) -> bool:
-        if self.on_gpu:
-            return tokens in _CUDA_QUANTIZED_TOKENS
-        return "cpu" in self.sets and tokens <= _OTHER_TIERS_TOKENS
+        return self.on_gpu or ("cpu" in self.sets and tokens <= _OTHER_TIERS_TOKENS)
 
     @property
     def _layer(self) -> LayerShape:
@@ -126,15 +119,15 @@ class Run:
             return ()
         return _CUDA_TOKENS if self.on_gpu else _CPU_TOKENS
 
-    def _measure_attention(self, shape: AttentionShape, ceilings: Ceilings) -> None:
+    def _measure_attention(self, shape: AttentionShape) -> None:
         """Ours, then the peers; all must agree with the first."""
         batch = AttentionBatch(shape, _DTYPE, self.device)
+        kernel, first = "decode" if shape.is_decode else "prefill", None
         own = {name: batch.calls(kernels.attention) for name, kernels in self.sets.items()}
-        first: torch.Tensor | None = None
         for name, calls in [*own.items(), *peer_calls(batch)]:
             try:
                 result = calls[0]()
-                took_s = time_s(calls, self.device, _BUDGET_S)
+                self._time(kernel, str(shape), name, calls, shape.cost(_DTYPE))
             except RuntimeError as error:
                 if name in own:
                     raise
@@ -144,71 +137,44 @@ class Run:
             first = result if first is None else first
             if not (difference := largest_difference(first, result)) <= _MAX_DIFFERENCE:
                 self._fail(f"{name} at {shape}: differs by {difference:.3g}")
-            kernel = "decode" if shape.is_decode else "prefill"
-            self._add(Measurement(kernel, str(shape), name, took_s, shape.cost(_DTYPE)), ceilings)
         for kv_dtype in LARGEST if self._has_quantized_kv(shape) else ():
-            self._measure_quantized_kv(shape, kv_dtype, ceilings)
+            batch = AttentionBatch(shape, _DTYPE, self.device, kv_dtype)
+            label = f"{shape}, KV {str(kv_dtype).removeprefix('torch.')}"
+            for name, kernels in self.sets.items():
+                self._time(kernel, label, name, batch.calls(kernels.attention), shape.quantized_cost(_DTYPE))
 
     def _has_quantized_kv(self, shape: AttentionShape) -> bool:
         return shape.is_decode and (not self.on_gpu or (len(shape.lens), shape.block_size) == _GPU_QUANTIZED_KV)
 
-    def _measure_quantized_kv(self, shape: AttentionShape, kv_dtype: torch.dtype, ceilings: Ceilings) -> None:
-        batch = AttentionBatch(shape, _DTYPE, self.device, kv_dtype)
-        for name, kernels in self.sets.items():
-            took_s = time_s(batch.calls(kernels.attention), self.device, _BUDGET_S)
-            label = f"{shape}, KV {str(kv_dtype).removeprefix('torch.')}"
-            self._add(Measurement("decode", label, name, took_s, shape.quantized_cost(_DTYPE)), ceilings)
-
-    def _measure_operations(self, tokens: int, ceilings: Ceilings) -> None:
+    def _measure_operations(self, tokens: int) -> None:
         """Linear maps and small operations of one layer, by each distinct implementation."""
-        layer = self._layer
         for operations in {kernels.operations.name: kernels.operations for kernels in self.sets.values()}.values():
             for make in (linear_calls, small_calls):
-                for each in make(operations, layer, tokens, _DTYPE, self.device):
-                    took_s = time_s(each.calls, self.device, _BUDGET_S)
-                    shape = f"{layer.name}, T {tokens}"
-                    self._add(Measurement(each.name, shape, operations.name, took_s, each.cost), ceilings)
+                self._time_all(operations.name, tokens, make(operations, self._layer, tokens, _DTYPE, self.device))
 
-    def _measure_quantized_products(self, tokens: int, ceilings: Ceilings) -> None:
+    def _measure_quantized_products(self, tokens: int) -> None:
         """Those that kernels of ours multiply as they are."""
-        layer, operations = self._layer, self.sets["triton" if self.on_gpu else "cpu"].operations
+        operations = self.sets["triton" if self.on_gpu else "cpu"].operations
         for form in QuantForm:
-            for each in quantized_linear_calls(operations, layer, tokens, form, self.device):
-                took_s = time_s(each.calls, self.device, _BUDGET_S)
-                shape = f"{layer.name}, T {tokens}"
-                self._add(Measurement(each.name, shape, operations.name, took_s, each.cost), ceilings)
+            calls = quantized_linear_calls(operations, self._layer, tokens, form, self.device)
+            self._time_all(operations.name, tokens, calls)
 
-    def _measure_product_peers(self, tokens: int, ceilings: Ceilings) -> None:
+    def _measure_product_peers(self, tokens: int) -> None:
         """The same linear maps by oneDNN, and by our other tiers if none is forced."""
         peers: list[MakesLinear] = [OneDnn()] if has_one_dnn() else []
         if "cpu" in self.sets and self.cpu_tier is None and tokens <= _OTHER_TIERS_TOKENS:
             peers += other_tiers(self.sets["cpu"].operations.name)
         for peer in peers:
-            for each in linear_calls(peer, SHAPE_135M, tokens, _DTYPE, self.device):
-                took_s = time_s(each.calls, self.device, _BUDGET_S)
-                self._add(
-                    Measurement(each.name, f"{SHAPE_135M.name}, T {tokens}", peer.name, took_s, each.cost), ceilings
-                )
+            self._time_all(peer.name, tokens, linear_calls(peer, self._layer, tokens, _DTYPE, self.device))
 
-    def _measure_steps(self) -> dict[str, Any]:
-        """What decode steps are made of, and launch gaps."""
-        for batch, context in _STEPS:
-            for kernels in self.sets.values():
-                self._try(f"{kernels.name} step of {batch}", partial(self._measure_share, kernels, batch, context))
-        gaps = self._try("launch gaps", lambda: measure_gaps(self.device)) or ()
-        print(*self.shares, *gaps, sep="\n")
-        return {
-            "decode_steps": [document(each) for each in self.shares],
-            "launch_gaps": [{**asdict(gap), "idle_share": gap.idle_share} for gap in gaps],
-        }
+    def _time_all(self, by: str, tokens: int, operations: Iterable[OperationCalls]) -> None:
+        for each in operations:
+            self._time(each.name, f"{self._layer.name}, T {tokens}", by, each.calls, each.cost)
 
-    def _measure_share(self, kernels: Kernels, batch: int, context: int) -> None:
-        sampling = triton_sampling(batch, SHAPE_8B.vocab_size, self.device)
-        self.shares.append(measure_shares(kernels, SHAPE_8B, batch, context, self.device, captured_s, sampling))
-
-    def _add(self, row: Measurement, ceilings: Ceilings) -> None:
+    def _time(self, kernel: str, shape: str, by: str, calls: Sequence[Call], cost: Cost) -> None:
+        row = Measurement(kernel, shape, by, time_s(calls, self.device, _BUDGET_S), cost)
         self.rows.append(row)
-        print(row.row(ceilings), flush=True)
+        print(row.row(self.ceilings), flush=True)
 
     def _try(self, what: str, work: Callable[[], _Result]) -> _Result | None:
         try:

@@ -12,14 +12,14 @@ from functools import partial
 import torch
 
 from bench.kernels.product_peers import MakesLinear
-from bench.kernels.shapes import LayerShape
-from bench.roofline import (
+from bench.kernels.roofline import (
     Cost,
     linear_cost,
     rms_norm_cost,
     rotate_and_store_cost,
     silu_mul_cost,
 )
+from bench.kernels.shapes import LayerShape
 from bench.support.timing import Call
 from kernels.operations import LinearMap, Operations, Rotation
 from kernels.quantized import QuantForm, quantize

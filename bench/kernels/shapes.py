@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from bench.roofline import Cost, attention_cost
+from bench.kernels.roofline import Cost, attention_cost
 from tandem.kv_layout import SCALE_BYTES
 
 

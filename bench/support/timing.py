@@ -64,18 +64,3 @@ def _cuda_s(calls: Sequence[Call], device: torch.device, budget_s: float) -> flo
         torch.cuda.synchronize(device)
         measured_s += [start.elapsed_time(end) / 1e3 for start, end in pairs]
     return statistics.median(measured_s)
-
-
-def captured_s(calls: Sequence[Call], budget_s: float = 0.3) -> float:
-    """Seconds of all `calls` one after the other as one CUDA graph: the device's time, with no launch between them."""
-    stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):  # compiles before the capture
-        for call in calls:
-            call()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for call in calls:
-            call()
-    return time_s([graph.replay], torch.device("cuda"), budget_s)

@@ -11,8 +11,6 @@ from typing import Any
 
 import pytest
 
-from decode_worker.policy import WorkerPolicy
-from decode_worker.scheduler import StepLimits
 from decode_worker.worker import new_decode_worker
 from engine.block_pool import BlockPool
 from engine.prefix_cache import PrefixCache
@@ -22,9 +20,9 @@ from router.attempt import Attempt
 from router.choice_stream import ChoiceStream
 from router.delivery import Delivery
 from router.placement import Placement
+from shell.config import DecodeConfig
 from shell.telemetry.events import Events
 from tandem.errors import Reason, TandemError, TransferError
-from tandem.limits import Limits
 from tandem.types import (
     ChoiceSpec,
     GroupSpec,
@@ -36,15 +34,14 @@ from tandem.types import (
     WorkerId,
     WorkerInfo,
 )
-from tandem.validation import Validator
 from tests.decode_rows import seqs_of
 from tests.joined_cores import BLOCK_SIZE, CoreLink, Wire, WireHandoff
 from tests.manual_clock import ManualClock
 from tests.recorded_events import RecordedRequest, RecordedWorker
 from tests.registering import INFO
 from tests.token_engine import VOCAB_SIZE, WAIT_S, FakeEngine, expected_tokens
+from tests.worker_parts import parts_of
 from worker.core import Worker
-from worker.parts import WorkerParts
 from worker.ports import Destination
 
 NUM_BLOCKS = 64
@@ -148,11 +145,9 @@ class TwoDecoders:
     def _decoder(self, name: str, engine: FakeEngine, receiver: Any, sender: Any, *, overlap_steps: bool) -> Decoder:
         info = replace(INFO, worker_id=WorkerId(name), incarnation=Incarnation(name), max_sequence_tokens=4096)
         cache, recorded = PrefixCache(engine._pool), RecordedWorker()
-        parts = WorkerParts(engine, cache, Validator(Limits(), VOCAB_SIZE, 4096), self.clock, recorded.events)
-        policy = WorkerPolicy(
-            StepLimits(BLOCK_SIZE, 8, chunk_tokens=16), 4096, first_guess_tokens=4, overlap_steps=overlap_steps
-        )
-        core = new_decode_worker(parts, receiver, policy, sender)
+        parts = parts_of(engine, cache, self.clock, max_seqs=8, chunk_tokens=16, events=recorded.events)
+        config = DecodeConfig(overlap_steps="auto" if overlap_steps else "off")
+        core = new_decode_worker(parts, receiver, config, sender, first_guess_tokens=4)
         return Decoder(info, engine, cache, core, CoreLink(info, core), recorded)
 
     async def __aenter__(self) -> TwoDecoders:

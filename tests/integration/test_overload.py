@@ -9,11 +9,12 @@ from typing import Any
 
 import pytest
 
-from decode_worker.moves import MANY_PREEMPTIONS, OFFER_S, STAY_S, WINDOW_S, Moves
+from decode_worker.moves import Moves
 from engine.block_pool import BlockPool
 from engine.prefix_cache import PrefixCache
 from tandem.types import MoveReason
 from tests.integration.test_moves import Stream, TwoDecoders, computed_tokens, drained_at, spec_of
+from worker.tuning import MANY_PREEMPTIONS, OVERLOAD_S, STAY_S
 
 
 @asynccontextmanager
@@ -61,7 +62,7 @@ async def test_an_overloaded_one_offers_one_at_a_time_and_each_in_turn(monkeypat
             await asyncio.sleep(0)
             cores.old.core.tick()
             assert not any(each.attempt.leaves for each in streams)
-            cores.clock.advance_s(OFFER_S)
+            cores.clock.advance_s(OVERLOAD_S)
         monkeypatch.undo()
         cores.old.engine.let_go()
         await cores.finish(*streams)
@@ -97,11 +98,11 @@ class Preempted:
 @pytest.mark.parametrize(
     ("seen", "share", "is_overloaded"),
     [
-        ([(0.0, 1), (WINDOW_S / 2, 1), (WINDOW_S, 1)], 0.1, True),
-        ([(0.0, 1), (WINDOW_S / 2, 1), (WINDOW_S + 0.1, 1)], 0.1, False),  # this is how a pool is kept full
+        ([(0.0, 1), (OVERLOAD_S / 2, 1), (OVERLOAD_S, 1)], 0.1, True),
+        ([(0.0, 1), (OVERLOAD_S / 2, 1), (OVERLOAD_S + 0.1, 1)], 0.1, False),  # this is how a pool is kept full
         ([(0.0, 5)], 0.1, True),
         ([(0.0, 5)], 0.5, False),  # there is room
-        ([(0.0, 5), (WINDOW_S + 0.1, 0)], 0.1, False),
+        ([(0.0, 5), (OVERLOAD_S + 0.1, 0)], 0.1, False),
         ([(0.0, 2), (0.1, 0), (0.2, 0)], 0.1, False),
     ],
 )

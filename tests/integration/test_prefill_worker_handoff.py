@@ -19,13 +19,10 @@ from engine.runner import Runner
 from engine.step import Step, StepResult
 from kvtransfer.base import Fingerprints, Offer, PoolMemory
 from kvtransfer.sender import KvSender
-from prefill_worker.prompt_line import LineLimits
-from prefill_worker.prompts import PromptPolicy
-from prefill_worker.worker import new_prefill_worker
+from prefill_worker.prompts import new_prefill_worker
 from shell.clock import MonotonicClock
 from shell.config import WorkerConfig
 from tandem.errors import TransferError
-from tandem.limits import Limits
 from tandem.types import (
     BlockId,
     ChoiceSpec,
@@ -36,12 +33,10 @@ from tandem.types import (
     TokenId,
     new_incarnation,
 )
-from tandem.validation import Validator
 from tests.prefill_listener import RecordingRouter
 from tests.receiving_pool import NUM_BLOCKS, Arrivals, Target
-from tests.recorded_events import RecordedWorker
+from tests.worker_parts import parts_of
 from worker.core import Worker
-from worker.parts import WorkerParts
 
 CPU = torch.device("cpu")
 BLOCK_SIZE, CHUNK_TOKENS = 16, 64
@@ -128,11 +123,10 @@ async def make_rig(engine: Engine) -> AsyncIterator[Callable[..., Rig]]:
         memory = PoolMemory(engine.kv_cache.blocks_view, None, new_incarnation())
         sender = KvSender(memory, Fingerprints(engine.model.fingerprint, engine.layout), clock, transport)
         senders.append(sender)
-        validator = Validator(Limits(), VOCAB_SIZE, engine.model.config.context_tokens)
-        counted = CountedEngine(engine)
-        parts = WorkerParts(counted, engine.cache, validator, clock, RecordedWorker().events)
-        policy = PromptPolicy(LineLimits(8), engine.max_sequence_tokens, CHUNK_TOKENS)
-        worker = new_prefill_worker(parts, sender, policy)
+        counted, max_tokens = CountedEngine(engine), engine.sizes.max_sequence_tokens
+        sizes = {"max_seqs": 8, "chunk_tokens": CHUNK_TOKENS, "max_tokens": max_tokens, "vocab_size": VOCAB_SIZE}
+        parts = parts_of(counted, engine.cache, **sizes)
+        worker = new_prefill_worker(parts, sender)
         rigs.append((Rig(worker, counted, RecordingRouter()), asyncio.create_task(worker.run())))
         return rigs[-1][0]
 

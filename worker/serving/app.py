@@ -39,8 +39,7 @@ from tandem.errors import ConfigError
 from tandem.security.credentials import Security
 from tandem.types import Incarnation, Role, WorkerId, WorkerInfo, new_incarnation
 from tandem.validation import Validator
-from worker.parts import WorkerParts
-from worker.ports import WorkerCore
+from worker.ports import WorkerCore, WorkerParts
 from worker.serving.cache_reports import CacheListeners, CacheReports
 from worker.serving.kv_events import KvEvents
 from worker.serving.metrics import WorkerMetrics, cache_readings, load_readings, wait_readings
@@ -126,8 +125,8 @@ class Foundation:
         )
 
     def parts(self, engine: Engine, guides: Guides) -> WorkerParts:
-        """What the core works with."""
-        return WorkerParts(engine.thread, engine.cache, self.validator, self.clock, self.events, guides)
+        """Returns what the core works with."""
+        return WorkerParts(engine.thread, engine.cache, engine.sizes, self.validator, self.clock, self.events, guides)
 
     def fingerprints(self, engine: Engine) -> Fingerprints:
         """What the other side of a transfer must share."""
@@ -146,10 +145,10 @@ class Foundation:
             layout_fingerprint=engine.layout.fingerprint(),
             transports=self.transports,
             local_prefill_tokens=0,
-            max_sequence_tokens=engine.max_sequence_tokens,
+            max_sequence_tokens=engine.sizes.max_sequence_tokens,
             pid=os.getpid(),
             device=str(engine.model.device),
-            max_seqs=engine.max_seqs,
+            max_seqs=engine.sizes.max_seqs,
         )
 
     async def serve(self, core: WorkerCore, info: WorkerInfo, stop: StopSignal, cache: PrefixCache) -> None:

@@ -8,20 +8,20 @@ the texts and values are judged at the entrance, like everybody's.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from router.faces.kserve.model import DEFAULT_OUTPUTS, OUTPUTS, VERSION
-from router.faces.kserve.parameters import boolean, canonical, sampling_values
 from router.faces.kserve.tensors import BYTES, MAX_ELEMENTS, Tensor, read_tensors, shown
 from router.request import CompletionRequest, TextPrompt
 from router.sampling import SamplingRequest
 from tandem.errors import InvalidRequest, ModelNotFound, UnsupportedOption
 from tandem.foreign import kserve_pb2 as pb
+from tandem.types import EarlyStopping
 
 MAX_TEXTS = 64
-"""Most texts of one ModelInfer."""
+"""Most texts of a ModelInfer."""
 _MAX_ENTRIES = 128
 """Inputs, outputs, parameters: more than there are names."""
 _MAX_JSON_CHARACTERS = 128 * 1024
@@ -39,6 +39,24 @@ _RETURNS = {
 _NOT_BUILT = frozenset({"return_logprobs", "return_cumulative_logprob"})
 _SEQUENCES = frozenset({"sequence_id", "sequence_start", "sequence_end"})
 _NOT_SERVED = frozenset({"image", "embedding_request"})
+_ALIASES = {
+    "include_stop_str_in_output": "include_stop",
+    "stop_words": "stop",
+    "random_seed": "seed",
+    "min_length": "min_tokens",
+}
+"""Names in Triton's vLLM and TensorRT-LLM backends that differ from ours."""
+_NEUTRAL: Mapping[str, tuple[Any, ...]] = {
+    "beam_width": (1,),
+    "length_penalty": (1,),
+    "best_of": (1,),
+    "use_beam_search": (False,),
+    "bad_words": ("", []),
+    "seed": (-1,),
+}
+"""Values that ask for nothing, which existing clients send out of habit: taken as left out."""
+_NO_SAMPLING = frozenset({"bad_words", "best_of", "use_beam_search", "prompt_logprobs"})
+"""Known there, without a field here, or without a place in the answer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +67,7 @@ class InferRequest:
     shape: tuple[int, ...]
     """Shape of the texts, and of every output."""
     completions: tuple[CompletionRequest, ...]
-    """Completions, one per text."""
+    """A completion per text."""
     echoes: tuple[str, ...]
     """What the answer to each text begins with: the text itself, or nothing."""
     stream: bool
@@ -74,8 +92,8 @@ def read_request(request: pb.ModelInferRequest) -> InferRequest:
     tensors = read_tensors(request)
     texts, shape = _texts(tensors.pop(_TEXT, None))
     settings = _settings(tensors, request.parameters)
-    stream = _flag(settings, "stream", default=False)
-    echo = not _flag(settings, "exclude_input_in_output", default=True)
+    stream = _pop_flag(settings, "stream", default=False)
+    echo = not _pop_flag(settings, "exclude_input_in_output", default=True)
     if echo and stream:
         raise InvalidRequest("exclude_input_in_output", "must be true on a stream")
     return InferRequest(
@@ -85,7 +103,7 @@ def read_request(request: pb.ModelInferRequest) -> InferRequest:
         stream=stream,
         echoes=texts if echo else ("",) * len(texts),
         timeout_s=_timeout_s(settings.pop("timeout", None)),
-        empty_final_response=_flag(settings, "triton_enable_empty_final_response", default=False),
+        empty_final_response=_pop_flag(settings, "triton_enable_empty_final_response", default=False),
         completions=_completions(request, texts, settings),
     )
 
@@ -107,7 +125,7 @@ def _settings(tensors: Mapping[str, Tensor], parameters: Mapping[str, pb.InferPa
     settings: dict[str, Any] = {}
 
     def add(name: str, value: Any) -> None:
-        name = "stream" if name == "streaming" else canonical(name)
+        name = "stream" if name == "streaming" else _ALIASES.get(name, name)
         if name in settings:
             raise InvalidRequest(shown(name), "is given twice")
         if isinstance(value, list | dict) and len(value) > MAX_ELEMENTS:
@@ -154,15 +172,15 @@ def _outputs(request: pb.ModelInferRequest, settings: dict[str, Any]) -> tuple[s
     for setting, output_name in _RETURNS.items():
         if setting not in settings:
             continue
-        if boolean(setting, settings.pop(setting)):
+        if _boolean(setting, settings.pop(setting)):
             wanted[output_name] = None
         elif not request.outputs:
             wanted.pop(output_name, None)
     return tuple(wanted)
 
 
-def _flag(settings: dict[str, Any], name: str, *, default: bool) -> bool:
-    return boolean(name, settings.pop(name, default))
+def _pop_flag(settings: dict[str, Any], name: str, *, default: bool) -> bool:
+    return _boolean(name, settings.pop(name, default))
 
 
 def _timeout_s(value: Any) -> float | None:
@@ -177,7 +195,7 @@ def _completions(
     request: pb.ModelInferRequest, texts: tuple[str, ...], settings: dict[str, Any]
 ) -> tuple[CompletionRequest, ...]:
     for name in _NOT_BUILT & settings.keys():
-        if boolean(name, settings.pop(name)):
+        if _boolean(name, settings.pop(name)):
             raise UnsupportedOption(name)
     for name in settings.keys() & (_SEQUENCES | _NOT_SERVED):
         raise UnsupportedOption(name)
@@ -199,3 +217,117 @@ def _text(field: str, value: Any) -> str:
         return bytes(value).decode()
     except UnicodeDecodeError as error:
         raise InvalidRequest(field, "is not valid UTF-8") from error
+
+
+def sampling_values(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Fields of SamplingRequest from settings by canonical name; None = left out.
+
+    Raises InvalidRequest for an unknown name or a value that does not fit, UnsupportedOption for a
+    feature that is not built.
+    """
+    return {name: fitting for name, value in settings.items() if (fitting := _fitting(name, value)) is not None}
+
+
+def _fitting(name: str, value: Any) -> Any:
+    """Returns `value` as the parameter's type; None if the value asks for nothing."""
+    single = value[0] if isinstance(value, Sequence) and not isinstance(value, str) and len(value) == 1 else value
+    if value is None or any(each == neutral for neutral in _NEUTRAL.get(name, ()) for each in (value, single)):
+        return None
+    if name in _NO_SAMPLING:
+        raise UnsupportedOption(name)
+    fit = _FITS.get(name)
+    if fit is None:
+        raise InvalidRequest(shown(name), "no such input or parameter")
+    try:
+        fitting = fit(value if fit in _OF_SEVERAL else single)
+    except (TypeError, ValueError, OverflowError) as error:
+        raise InvalidRequest(name, "has a value that does not fit it") from error
+    if name == "n" and fitting > 1:
+        raise UnsupportedOption("sampling.n", "an output has one element per text here; send the text more than once")
+    return fitting
+
+
+def _integer(value: Any) -> int:
+    if isinstance(value, bool) or (isinstance(value, float) and not value.is_integer()):
+        raise TypeError
+    number = int(value)
+    if not 0 <= number <= _MAX_UINT64:
+        raise ValueError
+    return number
+
+
+def _top_k(value: Any) -> int:
+    return 0 if value == -1 else _integer(value)  # both are all
+
+
+def _number(value: Any) -> float:
+    if isinstance(value, bool):
+        raise TypeError
+    return float(value)
+
+
+def _flag(value: Any) -> bool:
+    if isinstance(value, str) and value.lower() in {"true", "false"}:
+        return value.lower() == "true"
+    if not isinstance(value, bool):
+        raise TypeError
+    return value
+
+
+def _early_stopping(value: Any) -> EarlyStopping:
+    """transformers' three, TensorRT-LLM's 0 and 1, or our words."""
+    if value in (0, 1) or str(value).lower() in {"true", "false"}:
+        return EarlyStopping.ALWAYS if value == 1 or str(value).lower() == "true" else EarlyStopping.HEURISTIC
+    return EarlyStopping(_string(value).lower())
+
+
+def _string(value: Any) -> str:
+    if not isinstance(value, str):
+        raise TypeError
+    value.encode()  # JSON can say lone surrogates, which are no text
+    return value
+
+
+def _listed(value: Any) -> list[Any]:
+    if isinstance(value, Mapping):
+        raise TypeError
+    return [each for each in (value if isinstance(value, list) else [value]) if each != ""]  # "" is how "none" is said
+
+
+def _strings(value: Any) -> tuple[str, ...]:
+    return tuple(map(_string, _listed(value)))
+
+
+def _integers(value: Any) -> tuple[int, ...]:
+    return tuple(map(_integer, _listed(value)))
+
+
+def _biases(value: Any) -> dict[int, float]:
+    return {_integer(token_id): _number(bias) for token_id, bias in dict(value).items()}
+
+
+_OF_SEVERAL = (_strings, _integers, _biases)
+"""Readers that take all elements; other readers take the only element."""
+_MAX_UINT64 = 2**64 - 1
+_FITS: Mapping[str, Callable[[Any], Any]] = {
+    **dict.fromkeys(("max_tokens", "min_tokens", "seed", "n", "beam_width"), _integer),
+    "top_k": _top_k,
+    **dict.fromkeys(("logprobs", "prompt_logprobs"), _integer),
+    **dict.fromkeys(("temperature", "top_p", "min_p", "length_penalty"), _number),
+    **dict.fromkeys(("repetition_penalty", "presence_penalty", "frequency_penalty"), _number),
+    **dict.fromkeys(("include_stop", "ignore_eos", "skip_special_tokens"), _flag),
+    **dict.fromkeys(("json_schema", "regex", "grammar"), _string),
+    **dict.fromkeys(("stop", "choice"), _strings),
+    "stop_token_ids": _integers,
+    "logit_bias": _biases,
+    "early_stopping": _early_stopping,
+}
+"""By field of SamplingRequest."""
+
+
+def _boolean(name: str, value: Any) -> bool:
+    """Reads true or false, or a word for either. Raises InvalidRequest."""
+    try:
+        return _flag(value[0] if isinstance(value, list) and len(value) == 1 else value)
+    except TypeError as error:
+        raise InvalidRequest(name, "must be true or false") from error

@@ -33,7 +33,7 @@ MAX_ELEMENTS = 4096
 
 @dataclass(frozen=True, slots=True)
 class _Kind:
-    """How one datatype is coded."""
+    """Coding of a datatype."""
 
     struct_code: str
     contents_field: str | None
@@ -58,7 +58,7 @@ _KINDS: Mapping[str, _Kind] = {
 
 @dataclass(frozen=True, slots=True)
 class Tensor:
-    """One input. `values` in row-major order, as many as `shape` says."""
+    """An input. `values` in row-major order, as many as `shape` says."""
 
     datatype: str
     shape: tuple[int, ...]

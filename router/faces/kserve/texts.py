@@ -23,7 +23,7 @@ _MILLISECONDS = 1e3
 
 @dataclass(frozen=True, slots=True)
 class TextUpdate:
-    """New part of one text's answer."""
+    """New part of the answer to a text."""
 
     text: str
     num_input_tokens: int

@@ -31,7 +31,7 @@ class RegistryServicer(registry_pb2_grpc.RegistryServiceServicer):
     """Each worker's Register stream is its lease; for each there is the event that has news for its worker."""
 
     def __init__(self, workers: Workers, outgoing: Outgoing) -> None:
-        """`outgoing` is what workers are shown when they are called."""
+        """`outgoing`: credentials for calls to workers."""
         self._workers = workers
         self._outgoing = outgoing
         self._news: dict[Incarnation, asyncio.Event] = {}
@@ -43,7 +43,7 @@ class RegistryServicer(registry_pb2_grpc.RegistryServiceServicer):
             event.set()
 
     async def Register(self, request_iterator: AsyncIterator[registry_pb2.RegisterRequest], context: Context) -> None:
-        """Serves one worker's stream. Raises HandshakeMismatch that names the field, InvalidRequest, Unavailable."""
+        """Serves a worker's stream. Raises HandshakeMismatch that names the field, InvalidRequest, Unavailable."""
         info = await self._introduction(request_iterator)
         await self._check_address(info)
         owner = caller_identity().name

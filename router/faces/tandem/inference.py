@@ -35,7 +35,7 @@ Context = grpc.aio.ServicerContext[Any, Any]
 
 
 class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
-    """Serves one model."""
+    """Serves a model to Tandem's own clients."""
 
     def __init__(
         self, checkpoint: CheckpointInfo, tokenization: Tokenization, entrance: Entrance, limits: Limits

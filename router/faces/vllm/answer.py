@@ -1,4 +1,4 @@
-"""Answer of one request, as VllmEngine's chunks and final message."""
+"""Answer to a request, as VllmEngine's chunks and final message."""
 
 from __future__ import annotations
 

@@ -44,7 +44,7 @@ def read_request(request: pb.GenerateRequest) -> CompletionRequest:
 
 
 def check_rank(field: str, rank: int) -> None:
-    """Checks that the rank is 0, the only one. Raises InvalidRequest."""
+    """Checks that the rank is 0. Raises InvalidRequest."""
     if rank != 0:
         raise InvalidRequest(field, f"there is no rank {rank}; a router is one rank, 0")
 

@@ -6,11 +6,16 @@ The protocol is described in protos/tandem/foreign/vllm_engine.proto.
 from __future__ import annotations
 
 import asyncio
+import hashlib
+import io
 import json
 import time
-from collections.abc import Iterable
+import zipfile
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from datetime import UTC, datetime
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import grpc.aio
@@ -18,10 +23,8 @@ import grpc.aio
 from models.files.checkpoint import CheckpointInfo
 from router.entrance import Entrance, RunningRequest
 from router.faces.refused_methods import partial_service
-from router.faces.vllm.aborts import Aborts, RequestAborted
 from router.faces.vllm.answer import ABORTED, Answer
 from router.faces.vllm.request import check_rank, read_request
-from router.faces.vllm.tokenizer import archive, chunks
 from router.request import Caller
 from router.status import RouterStatus
 from shell.config import RouterConfig
@@ -30,6 +33,7 @@ from shell.rpc.server import Service
 from shell.telemetry.trace_context import trace_of_call
 from tandem import __version__
 from tandem.cluster_status import ClusterStatus
+from tandem.errors import TandemError
 from tandem.foreign import smg_common_pb2, vllm_engine_pb2_grpc
 from tandem.foreign import vllm_engine_pb2 as pb
 
@@ -38,7 +42,16 @@ SERVICE_NAME = "vllm.grpc.engine.VllmEngine"
 _SERVER_TYPE = "vllm-grpc"
 """Kind of the protocol: clients label servers by this name."""
 _MAX_INT32 = 2**31 - 1
+_ABORTED = "aborted by its id"
 Context = grpc.aio.ServicerContext[Any, Any]
+_CHUNK_BYTES = 64 * 1024
+_PATTERNS = (
+    *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
+    *("config.json", "generation_config.json", "chat_template.json", "*.jinja"),
+    *("vocab.json", "merges.txt", "*.model", "*.tiktoken"),
+)
+_EPOCH = (1980, 1, 1, 0, 0, 0)
+"""The earliest time that a ZIP entry can have."""
 _REFUSED = {
     "Embed": "the model generates text and has no embeddings",
     "FlushCache": "workers drop cached prefixes when they need room; requests of a new cache salt find none",
@@ -48,8 +61,39 @@ _REFUSED = {
 }
 
 
+class RequestAborted(TandemError):
+    """Somebody ended the request by its id; its own caller is answered, not refused."""
+
+
+class Aborts:
+    """Requests that Abort can end, by the ids that their callers chose. An id may run more than once."""
+
+    def __init__(self) -> None:
+        self._listed: dict[str, list[asyncio.Future[None]]] = {}
+
+    @contextmanager
+    def listed(self, request_id: str) -> Iterator[asyncio.Future[None]]:
+        """While inside, from before the prompt is read, `abort` of the id resolves the future."""
+        aborted = asyncio.get_running_loop().create_future()
+        same_id = self._listed.setdefault(request_id, [])
+        same_id.append(aborted)
+        try:
+            yield aborted
+        finally:
+            same_id.remove(aborted)
+            if not same_id:
+                del self._listed[request_id]
+
+    def abort(self, request_ids: Iterable[str]) -> None:
+        """Ends requests under way. Other ids are passed over, and so is "", by which many may be listed."""
+        for request_id in filter(None, request_ids):
+            for aborted in self._listed.get(request_id, ()):
+                if not aborted.done():
+                    aborted.set_result(None)
+
+
 class VllmServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
-    """Serves one model."""
+    """Serves a model to gateways for vLLM."""
 
     def __init__(
         self, checkpoint: CheckpointInfo, config: RouterConfig, entrance: Entrance, status: RouterStatus
@@ -61,7 +105,7 @@ class VllmServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
         self._aborts = Aborts()
         self._last_request_s = 0.0
         self._tokenizer = b""
-        """Archive of the tokenizer, made at the first request for it."""
+        """Archive of the tokenizer's files, made at the first GetTokenizer."""
         self._archiving = asyncio.Lock()
 
     async def Generate(self, request: pb.GenerateRequest, context: Context) -> None:
@@ -71,9 +115,11 @@ class VllmServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
             completion = read_request(request)
         trace = trace_of_call(context.invocation_metadata())
         caller = Caller(context.time_remaining(), *trace, context.peer(), caller_identity().max_priority)
-        with self._aborts.listed(completion.request_id) as abortable:
+        with self._aborts.listed(completion.request_id) as aborted:
             async with self._entrance.run(completion, caller) as running:
-                abortable.begin(running)
+                if aborted.done():
+                    running.cancel(RequestAborted(_ABORTED))
+                aborted.add_done_callback(lambda _: running.cancel(RequestAborted(_ABORTED)))
                 num_choices = completion.sampling.n or 1
                 for final in await _read(running, context, num_choices, streamed=request.stream):
                     await context.write(final)
@@ -137,8 +183,8 @@ class VllmServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
         """The tokenizer's files."""
         async with self._archiving:
             if not self._tokenizer:
-                self._tokenizer = await asyncio.to_thread(archive, self._checkpoint.folder)
-        for chunk in chunks(self._tokenizer):
+                self._tokenizer = await asyncio.to_thread(_archive, self._checkpoint.folder)
+        for chunk in _chunks(self._tokenizer):
             await context.write(chunk)
 
     def _load(self, status: ClusterStatus) -> pb.SchedulerLoad:
@@ -181,6 +227,30 @@ async def _read(
         if output.finish_reason is not None:
             finals[output.index] = answer.complete(output.finish_reason, output.matched_stop)
     return [finals[index] for index in range(num_choices)]
+
+
+def _archive(checkpoint: Path) -> bytes:
+    """Returns the tokenizer's files as a ZIP archive, for gateways that tokenize by themselves.
+
+    The archive is a function of the files: replicas of a router give the same bytes. Weights are never in it.
+    """
+    files = sorted({file for pattern in _PATTERNS for file in checkpoint.glob(pattern) if file.is_file()})
+    buffer = io.BytesIO()
+    with zipfile.ZipFile(buffer, "w", zipfile.ZIP_DEFLATED) as archive:
+        for file in files:
+            entry = zipfile.ZipInfo(file.name, date_time=_EPOCH)
+            archive.writestr(entry, file.read_bytes(), compress_type=zipfile.ZIP_DEFLATED)
+    return buffer.getvalue()
+
+
+def _chunks(data: bytes) -> Iterator[smg_common_pb2.GetTokenizerChunk]:
+    """Yields the chunks of an archive in order; the last chunk carries the archive's SHA-256."""
+    fingerprint = hashlib.sha256(data).hexdigest()
+    for start in range(0, len(data), _CHUNK_BYTES):
+        is_last = start + _CHUNK_BYTES >= len(data)
+        yield smg_common_pb2.GetTokenizerChunk(
+            data=data[start : start + _CHUNK_BYTES], sha256=fingerprint if is_last else ""
+        )
 
 
 def vllm_service(servicer: VllmServicer) -> Service:

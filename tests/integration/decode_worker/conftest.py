@@ -13,9 +13,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from bench.support.tiny_models import CONTEXT_TOKENS, TINY_MODELS, VOCAB_SIZE, save_tiny_model
-from decode_worker.policy import WorkerPolicy
-from decode_worker.scheduler import StepLimits
+from bench.support.tiny_models import TINY_MODELS, VOCAB_SIZE, save_tiny_model
 from decode_worker.worker import new_decode_worker
 from engine.block_pool import BlockPool
 from engine.guides import Guides
@@ -25,9 +23,8 @@ from kvtransfer.base import Fingerprints, PoolMemory
 from kvtransfer.receiver import KvReceiver
 from kvtransfer.transports import SHM, TCP
 from shell.clock import MonotonicClock
-from shell.config import WorkerConfig
+from shell.config import DecodeConfig, WorkerConfig
 from tandem.errors import TandemError
-from tandem.limits import Limits
 from tandem.option_values import SizedFolder
 from tandem.types import (
     ChoiceSpec,
@@ -41,9 +38,8 @@ from tandem.types import (
     WaitReason,
     new_incarnation,
 )
-from tandem.validation import Validator
+from tests.worker_parts import parts_of
 from worker.core import Worker
-from worker.parts import WorkerParts
 from worker.ports import RouterPort
 
 WAIT_S = 60.0
@@ -292,17 +288,18 @@ def open_bench(load_tiny_engine: Callable[..., Engine]) -> Callable[..., object]
         )
         prints = Fingerprints(engine.model.fingerprint, engine.layout)
         receiver = KvReceiver(memory, prints, MonotonicClock(), (SHM, TCP), "127.0.0.1")
-        validator = Validator(Limits(), VOCAB_SIZE, CONTEXT_TOKENS)
-        worker = new_decode_worker(
-            WorkerParts(engine.thread, engine.cache, validator, MonotonicClock(), guides=guides),
-            receiver,
-            WorkerPolicy(
-                StepLimits(block_size, max_seqs, chunk_tokens),
-                engine.max_sequence_tokens,
-                overlap_steps=overlap_steps,
-                first_guess_tokens=8,  # so low that pools which are too small preempt
-            ),
+        max_tokens = engine.sizes.max_sequence_tokens
+        parts = parts_of(
+            engine.thread,
+            engine.cache,
+            max_seqs=max_seqs,
+            chunk_tokens=chunk_tokens,
+            max_tokens=max_tokens,
+            vocab_size=VOCAB_SIZE,
+            guides=guides,
         )
+        config = DecodeConfig(overlap_steps="auto" if overlap_steps else "off")
+        worker = new_decode_worker(parts, receiver, config, first_guess_tokens=8)  # so low that small pools preempt
         await receiver.start()
         running = asyncio.create_task(worker.run())
         try:

@@ -11,22 +11,18 @@ from typing import Any
 
 import pytest
 
-from bench.support.tiny_models import CONTEXT_TOKENS, VOCAB_SIZE
+from bench.support.tiny_models import VOCAB_SIZE
 from engine.loading import Engine
 from kvtransfer.base import Fingerprints, PoolMemory
 from kvtransfer.sender import KvSender
-from prefill_worker.prompt_line import LineLimits
-from prefill_worker.prompts import PromptPolicy
-from prefill_worker.worker import new_prefill_worker
+from prefill_worker.prompts import new_prefill_worker
 from shell.clock import MonotonicClock
 from tandem.errors import TransferError
-from tandem.limits import Limits
 from tandem.types import GroupSpec, Handle, TokenId, new_incarnation
-from tandem.validation import Validator
 from tests.faults.kv_peer import Forked, warm_up
 from tests.integration.decode_worker.idle_writer import OPENED, idle_writer
+from tests.worker_parts import parts_of
 from worker.core import Worker
-from worker.parts import WorkerParts
 
 BLOCK_SIZE = 8
 LENGTHS = (1, 7, 8, 9, 24, 25, 100)
@@ -43,10 +39,10 @@ async def open_prefill(engine: Engine, transport: str) -> AsyncIterator[Worker]:
     )
     prints = Fingerprints(engine.model.fingerprint, engine.layout)
     sender = KvSender(memory, prints, clock, transport)
-    validator = Validator(Limits(), VOCAB_SIZE, CONTEXT_TOKENS)
-    parts = WorkerParts(engine.thread, engine.cache, validator, clock)
-    policy = PromptPolicy(LineLimits(max_seqs=8), engine.max_sequence_tokens, chunk_tokens=32)
-    worker = new_prefill_worker(parts, sender, policy)
+    max_tokens = engine.sizes.max_sequence_tokens
+    sizes = {"max_seqs": 8, "chunk_tokens": 32, "max_tokens": max_tokens, "vocab_size": VOCAB_SIZE}
+    parts = parts_of(engine.thread, engine.cache, **sizes)
+    worker = new_prefill_worker(parts, sender)
     running = asyncio.create_task(worker.run())
     try:
         yield worker

@@ -9,13 +9,13 @@ import pytest
 
 from models.files.checkpoint import read_checkpoint
 from router.admission import Admission
+from router.delivery import Unread
 from router.entrance import Entrance
 from router.faces.vllm.servicer import VllmServicer
 from router.generation import Rooms
 from router.metrics import RouterMetrics
 from router.request_spans import RequestSpans
 from router.retries import RetryPolicy
-from router.unread import Unread
 from shell.clock import MonotonicClock
 from shell.telemetry.events import ProcessEvents
 from shell.telemetry.metric import Process

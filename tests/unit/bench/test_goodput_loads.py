@@ -4,7 +4,7 @@ from statistics import mean, median, pstdev
 
 import pytest
 
-from bench.goodput_loads import LOADS, Lengths, Load, arrivals
+from bench.goodput_loads import LOADS, Load, arrivals
 
 MIXED = LOADS["mixed"]
 
@@ -12,14 +12,6 @@ MIXED = LOADS["mixed"]
 def test_the_same_seed_makes_the_same_requests_and_another_one_others() -> None:
     assert arrivals(MIXED, 2.0, 50, seed=1) == arrivals(MIXED, 2.0, 50, seed=1)
     assert arrivals(MIXED, 2.0, 50, seed=1) != arrivals(MIXED, 2.0, 50, seed=2)
-
-
-def test_another_rate_scales_the_times_and_changes_nothing_else() -> None:
-    slow, fast = arrivals(MIXED, 1.0, 50, seed=1), arrivals(MIXED, 4.0, 50, seed=1)
-    assert [each.at_s for each in slow] == pytest.approx([4 * each.at_s for each in fast])
-    assert [(each.prompt_tokens, each.output_tokens) for each in slow] == [
-        (each.prompt_tokens, each.output_tokens) for each in fast
-    ]
 
 
 def test_gaps_between_arrivals_are_those_of_a_poisson_process() -> None:
@@ -39,12 +31,3 @@ def test_lengths_have_their_median_and_bounds_with_few_requests_too(load: Load, 
     ):
         assert median(found) == pytest.approx(lengths.median, rel=0.12)
         assert lengths.least <= min(found) <= max(found) <= lengths.most
-
-
-def test_lengths_are_log_normal_between_their_bounds() -> None:
-    lengths = Lengths(median=300, sigma=0.8, least=1, most=10**6)
-    logs = [math.log(lengths.at((index + 0.5) / 2000)) for index in range(2000)]
-    assert mean(logs) == pytest.approx(math.log(300), abs=0.01)
-    assert pstdev(logs) == pytest.approx(0.8, abs=0.02)
-    assert Lengths(300, 0.8, 200, 400).at(0.001) == 200
-    assert Lengths(300, 0.8, 200, 400).at(0.999) == 400

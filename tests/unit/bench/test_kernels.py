@@ -3,12 +3,13 @@
 import pytest
 import torch
 
-from bench.ceilings import Ceilings
 from bench.kernels import __main__ as bench_kernels
 from bench.kernels.__main__ import Run
 from bench.kernels.attention_batch import AttentionBatch, largest_difference
 from bench.kernels.attention_peers import peer_calls
+from bench.kernels.ceilings import Ceilings
 from bench.kernels.operation_calls import linear_calls, quantized_linear_calls
+from bench.kernels.roofline import Cost, attention_cost
 from bench.kernels.shapes import LayerShape, chunk_shape, decode_shape, mixed_shape, prompt_shape
 from bench.support import timing
 from kernels.dispatch import select_kernels
@@ -62,13 +63,16 @@ def test_a_quantized_pool_holds_nearly_the_same_keys_and_values(kv_dtype, bound)
 
 
 @pytest.mark.usefixtures("one_layer")
-def test_quantized_products_cost_fewer_bytes():
+def test_costs_are_those_counted_by_hand():
     operations = select_kernels("reference", CPU, torch.bfloat16).operations
     plain = {each.name: each for each in linear_calls(operations, LAYER, 2, torch.bfloat16, CPU)}
     for each in quantized_linear_calls(operations, LAYER, 2, QuantForm.INT8, CPU):
         inputs, outputs = {**LAYER.linears, "lm_head": (32, 128)}[each.name.removesuffix(" int8")]
-        assert plain[each.name.removesuffix(" int8")].cost.num_bytes - each.cost.num_bytes == outputs * (inputs - 2)
-        assert each.calls[0]().shape == (2, outputs)
+        same = plain[each.name.removesuffix(" int8")].cost
+        assert same == Cost(2 * (inputs * outputs + 2 * (inputs + outputs)), 2 * 2 * inputs * outputs, torch.bfloat16)
+        assert same.num_bytes - each.cost.num_bytes == outputs * (inputs - 2)
+    cost = attention_cost([(3, 5)], (4, 2), 8, torch.float32)
+    assert cost == Cost(4 * (2 * 3 * 4 * 8 + 2 * 2 * 8 * 5), 4 * 8 * 4 * (3 + 4 + 5), torch.float32)
 
 
 class Broken:

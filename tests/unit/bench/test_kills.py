@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from bench.soak.kills import CASES, RECOVERY_BAR_S, Case, Outcome, outcome_of, see_recovery
+from bench.soak.kills import RECOVERY_BAR_S, Case, Outcome, outcome_of, see_recovery
 from bench.support.witness import Sighting
 from tandem.types import WorkerLoad
 from tests.manual_clock import ManualClock
@@ -35,12 +35,6 @@ def test_a_failure_counts_as_in_flight_if_it_was_sent_before_the_kill() -> None:
     assert seen.reasons == {"WORKER_LOST": 2}
 
 
-def test_service_is_back_with_the_first_success_sent_after_the_kill_and_recovery_after_the_successor_computed() -> None:
-    seen = outcome(WORKER, call(-1, 0.3), call(0.1, 0.5), call(0.2, 0.7, "DRAINING"), call(0.6, 2.5), recovered_s=2.0)
-    assert (seen.service_back_s, seen.recovery_s) == pytest.approx((0.5, 2.5))
-    assert outcome(ROUTER, call(0.1, 2.5), recovered_s=None).recovery_s == pytest.approx(2.5)
-
-
 @pytest.mark.parametrize(
     ("case", "calls", "recovered_s", "is_missed"),
     [
@@ -58,12 +52,6 @@ def test_service_is_back_with_the_first_success_sent_after_the_kill_and_recovery
 )
 def test_a_bar_is_missed(case: Case, calls: tuple[Sighting, ...], recovered_s: float | None, is_missed: bool) -> None:
     assert bool(outcome(case, *calls, recovered_s=recovered_s).missed) is is_missed
-
-
-def test_every_process_is_killed_in_both_fleets() -> None:
-    assert {(case.fleet, case.victim.rstrip("-0")) for case in CASES} == {
-        (fleet, victim) for fleet in ("1P1D", "2P2D") for victim in ("decode", "prefill", "router")
-    }
 
 
 class Status:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
@@ -21,10 +20,6 @@ def test_a_paired_ratio_has_the_interval_of_students_t() -> None:
     assert noisy is not None
     assert noisy.mean == pytest.approx(2**0.5)
     assert noisy.high == pytest.approx(2**0.5 * 2 ** (12.706 / 2), rel=1e-3)
-
-
-def test_rounds_in_which_a_figure_is_not_above_zero_are_left_out() -> None:
-    assert paired_ratio([0.0, 1.0], [1.0, 1.0]) is None
 
 
 @pytest.mark.parametrize(("freedom", "quantile"), [(1, 12.706), (2, 4.303), (4, 2.776), (9, 2.262), (19, 2.093)])
@@ -57,21 +52,6 @@ def test_the_pages_are_those_of_the_records(capsys: pytest.CaptureFixture[str]) 
     assert report.main(["--check"]) == 0, capsys.readouterr().out
 
 
-def test_a_place_without_a_record_stays_as_it_is() -> None:
-    page = "a\n<!-- figures: soak -->\nold\n<!-- end -->\nb\n"
-    assert report.put(page, {}) == page
-
-
-def test_what_is_not_there_has_no_rows() -> None:
-    assert "##" not in report.performance({})
-
-
 def test_the_chart_is_drawn_from_the_records(tmp_path: Path) -> None:
     report.draw_chart(report.read_records(), tmp_path / "chart.svg")
     assert (tmp_path / "chart.svg").read_text().count("AMX")
-
-
-def test_a_record_of_a_whole_run_has_what_the_page_shows() -> None:
-    (record,) = [json.loads(path.read_text()) for path in report.RESULTS.glob("peers-135m-amx.json")]
-    rows = [line for line in report.performance({"peers-135m-amx": record}).splitlines() if line.startswith("| 135m")]
-    assert len(rows) == 13

@@ -1,13 +1,10 @@
 from dataclasses import dataclass, field
 
-import pytest
-
 from bench.peers.contenders import CONTENDERS
-from bench.peers.engines import JobEngine, Measured, Results, Workload, agreement, run_round
+from bench.peers.engines import JobEngine, Results, Workload, run_round
 from bench.peers.job import Job, JobTimes
 from bench.peers.process import PeerError
 
-NAMES = ("tandem", "vllm", "transformers")
 SHORT = Workload(2, 8, 3)
 LONG = Workload(1, 64, 2, compares_prefill=True, left_out=frozenset({"transformers"}))
 
@@ -62,22 +59,8 @@ def test_every_budget_is_tried_with_prompts_of_its_own_but_decode_only_once() ->
     assert len(results[LONG.name]["tandem"].step_s) == 2
 
 
-def test_an_engine_is_spared_what_keeps_it_too_long() -> None:
-    _, results = ran(SHORT, LONG)
-    assert set(results[SHORT.name]) == {"tandem", "vllm", "transformers"}
-    assert set(results[LONG.name]) == {"tandem", "vllm"}
-
-
 def test_an_engine_that_dies_is_left_out_and_the_others_go_on() -> None:
     log, results = ran(SHORT, dies_at=2, rounds=3)
     names = [name for name, _ in log]
     assert (names.count("tandem"), names.count("vllm"), names.count("transformers")) == (3, 1, 3)
     assert len(results[SHORT.name]["vllm"].step_s) == 3
-
-
-def test_agreement_is_the_share_of_equal_first_tokens() -> None:
-    results: Results = {
-        "a": {"tandem": Measured(first_tokens=[1, 2, 3, 4]), "vllm": Measured(first_tokens=[1, 2, 3, 5])}
-    }
-    assert agreement(results, "tandem", "vllm") == pytest.approx(0.75)
-    assert agreement(results, "tandem", "transformers") is None

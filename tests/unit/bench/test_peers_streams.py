@@ -5,7 +5,7 @@ import pytest
 
 from bench.peers.burst import Burst, BurstShape, measure_burst
 from bench.peers.vllm_server import chunks, events
-from bench.support.streams import Arrivals, MissingTokens, OnFirst, Prompt, Stream, tokens_per_s
+from bench.support.streams import Arrivals, MissingTokens, OnFirst, Prompt, Stream
 
 
 def test_gaps_that_reach_into_a_window_count() -> None:
@@ -13,10 +13,6 @@ def test_gaps_that_reach_into_a_window_count() -> None:
     assert stream.gaps_s() == [1.0, 2.0, 1.0]
     assert stream.gaps_s(3.0, 3.5) == [2.0]
     assert (stream.ttft_s, stream.end_s, stream.num_tokens) == (1.0, 5.0, 5)
-
-
-def test_throughput_spans_from_the_first_request_to_the_last_token() -> None:
-    assert tokens_per_s([Stream(0.0, ((1.0, 3),)), Stream(1.0, ((2.0, 2), (4.0, 3)))]) == 2.0
 
 
 def test_arrivals_tell_of_the_first_token_once_and_refuse_a_short_stream() -> None:
@@ -71,9 +67,3 @@ async def test_interference_sets_gaps_in_the_burst_against_quiet_ones() -> None:
     assert document["quiet_ms"]["p99"] == pytest.approx(10)
     assert document["p99_ratio"] == pytest.approx(4)
     assert document["ttft_ms"]["max"] == pytest.approx(40)
-
-
-async def test_interference_refuses_streams_that_end_before_the_burst() -> None:
-    shape = BurstShape(output_tokens=1, burst_after_s=0.0, burst_spacing_s=0.0)
-    with pytest.raises(RuntimeError, match="ended before the long prompts"):
-        await measure_burst(FakeClient(shape), shape, 100, 1, Burst())

@@ -26,15 +26,14 @@ from bench.soak.calls import (
     call,
     draw_requests,
     learn,
-    merged,
     wrong,
 )
 from bench.soak.changes import GUEST, NEW_WEIGHTS
 from bench.soak.faults import Faults
-from bench.soak.round import MORE_DESCRIPTORS, MORE_MAPPINGS, MORE_RSS_BYTES, MORE_THREADS, Account, Lately, leaks
+from bench.soak.round import MORE_DESCRIPTORS, MORE_MAPPINGS, MORE_RSS_BYTES, MORE_THREADS, Account, leaks
 from bench.soak.storm import _stop, summary
 from bench.support.cluster import Cluster, eventually
-from bench.support.processes import Usage, children, usage
+from bench.support.processes import Usage, children
 from bench.support.random_requests import RandomRequest
 from bench.support.resetting_proxy import ResettingProxy
 from tandem.client import AsyncClient
@@ -91,33 +90,6 @@ def test_an_answer_belongs_to_one_of_the_models_whole(tokens: tuple[int, ...], s
     assert wrong({0: said}, TWO_MODELS, succeeded=succeeded).partition(":")[0] == sort
 
 
-def test_an_answer_that_begins_as_one_models_and_goes_on_otherwise_is_mixed() -> None:
-    long = {
-        model: {0: Said(tuple(range(start, start + 9)), "x" * 9, "length")} for model, start in (("a", 1), ("b", 50))
-    }
-    heard = {0: Said((1, 2, 3, 4, 5, 55, 56, 57, 58), "x" * 9, "length")}
-
-    assert wrong(heard, long, succeeded=True).startswith("mixed: 5 tokens are those of a, then choice 0 differs")
-    assert wrong(heard, {"a": long["a"]}, succeeded=True).startswith("wrong: ")
-
-
-def test_choices_of_different_models_are_mixed() -> None:
-    two = {model: {0: each[0], 1: each[0]} for model, each in TWO_MODELS.items()}
-    heard = {0: two["old"][0], 1: two["new"][1]}
-
-    assert wrong(heard, two, succeeded=True).startswith("mixed: ")
-
-
-async def test_answers_of_several_models_are_kept_by_request() -> None:
-    (old,), (new,) = [
-        await learn(AnsweringClient([token]), [RandomRequest("k", {"prompt": "p"}, streams=True)], model)
-        for model, token in (("old", 1), ("new", 2))
-    ]
-    (kind,) = merged([old], [new])
-
-    assert {model: answer[0].token_ids for model, answer in kind.answers.items()} == {"old": (1,), "new": (2,)}
-
-
 def refusal() -> Unavailable:
     """As a router refuses a stream that no equal model can go on with."""
     error = Unavailable("the model changed", Reason.WORKER_LOST)
@@ -146,12 +118,6 @@ async def test_a_failed_call_is_a_violation_if_no_fault_explains_it_or_a_token_w
     assert bool(ended.complaint) == bool(complaint)
 
 
-def test_only_what_deaths_and_freezes_explain_is_explained() -> None:
-    bugs = {Reason.INTERNAL, Reason.INVALID_FIELD, Reason.CHECKSUM_MISMATCH, Reason.TICKET_REFUSED, Reason.FRAME_ERROR}
-
-    assert not bugs & soak_calls._EXPLAINED
-
-
 @pytest.mark.parametrize("manner", [Manner.PLAIN, Manner.PATIENT, Manner.HURRIED])
 async def test_a_call_that_does_not_end_is_a_hang(monkeypatch: pytest.MonkeyPatch, manner: Manner) -> None:
     for name in ("DEADLINE_S", "LONGEST_S", "OVERRUN_S"):
@@ -167,19 +133,6 @@ async def test_a_caller_that_leaves_early_is_no_violation() -> None:
     ended = await seen(AnsweringClient([1, 2], [], hangs=True), Manner.CANCELS)
 
     assert (ended.outcome, ended.complaint) == ("left", "")
-
-
-async def test_a_quiet_run_with_a_failure_teaches_nothing() -> None:
-    with pytest.raises(TandemError):
-        await learn(AnsweringClient([1], error=LOST), [RandomRequest("k", {"prompt": "p"}, streams=True)])
-
-
-def test_text_must_begin_as_the_answer_does() -> None:
-    whole = Said((1, 2), "ab", "length")
-
-    assert Said((1,), "a").begins(whole)
-    assert not Said((1,), "x").begins(whole)
-    assert not Said((1, 2), "ab", "stop").begins(whole)
 
 
 def test_the_same_seed_draws_the_same_requests_and_some_want_several_choices() -> None:
@@ -208,47 +161,10 @@ def test_a_survivor_may_not_hold_more_than_its_slack() -> None:
         assert len(leaks({"router": USAGE}, {"router": more})) == 1
 
 
-def test_links_that_elastic_workers_open_later_are_no_leak() -> None:
-    linked = replace(USAGE, descriptors=USAGE.descriptors + 66, threads=USAGE.threads + 6)
-
-    assert leaks({"worker-1": USAGE}, {"worker-1": linked}, later_links=6) == []
-    assert len(leaks({"worker-1": USAGE}, {"worker-1": linked}, later_links=2)) == 1
-
-
-def test_a_successor_is_no_survivor() -> None:
-    assert leaks({"router": USAGE}, {"router": replace(USAGE, pid=8, descriptors=900, threads=90)}) == []
-
-
-def test_calls_that_ended_are_counted_for_a_second(monkeypatch: pytest.MonkeyPatch) -> None:
-    lately = Lately()
-    with lately.one():
-        assert lately.count() == 1
-    assert lately.count() == 1
-    monkeypatch.setattr("bench.soak.round.OVERRUN_S", -1.0)
-    assert lately.count() == 0
-
-
-def test_those_who_leave_or_hurry_are_not_in_the_share_served() -> None:
-    calls = {"plain": {"ok": 3, "WORKER_LOST": 1}, "cancels": {"left": 9}, "tiny deadline": {"DEADLINE_EXCEEDED": 9}}
-
-    assert (account({}, calls).served, account({}, calls).wanted) == (3, 4)
-
-
 def test_lost_connections_and_refusals_to_be_sent_again_are_not_in_the_share_of_what_stayed() -> None:
     calls = {"plain": {"ok": 3, "WORKER_LOST": 1, "connection lost": 5, MODEL_CHANGED: 7}}
 
     assert (account({}, calls).wanted, account({}, calls).stayed) == (16, 4)
-
-
-def test_a_process_tells_what_it_holds() -> None:
-    before = usage(os.getpid())
-    with open(os.devnull) as _:
-        after = usage(os.getpid())
-
-    assert before is not None
-    assert after is not None
-    assert after.descriptors == before.descriptors + 1
-    assert after.rss_bytes > 1_000_000
 
 
 def test_children_are_known_by_name(tmp_path: Path) -> None:
@@ -280,22 +196,6 @@ async def test_what_a_cancelled_storm_froze_goes_on(tmp_path: Path) -> None:
         await operator.close()
     assert said == ["freeze: decode-0", "decode-0 goes on"]
     assert faults.counts == {"freeze": 1}
-
-
-async def test_what_a_cancelled_storm_drained_is_stopped(tmp_path: Path) -> None:
-    said: list[str] = []
-    with waiting_program(tmp_path, "decode_worker", "--worker-id=decode-0") as worker:
-        operator = AsyncClient("127.0.0.1:1")
-        rng = Random(1)
-        rng.choice = lambda roles: "decode"  # type: ignore[method-assign]
-        draining = asyncio.create_task(Faults(os.getpid(), 1, operator, [], rng, said.append)._drain())
-        await asyncio.sleep(0)
-        draining.cancel()
-        await asyncio.wait([draining])
-
-        assert await asyncio.to_thread(worker.wait, 10) == -signal.SIGTERM
-        await operator.close()
-    assert said == ["drain: decode-0", "stop after drain: decode-0"]
 
 
 def test_a_process_that_outlives_the_cluster_is_a_leak(tmp_path: Path) -> None:

@@ -45,16 +45,3 @@ async def test_a_roll_out_ends_each_worker_that_has_the_old_weights_and_no_other
             assert old.wait(10) in (-signal.SIGTERM, -signal.SIGKILL)
             assert (new.poll(), router.poll()) == (None, None)
     assert changes.counts == {NEW_WEIGHTS: 1}
-
-
-async def test_a_roll_out_that_was_cancelled_is_finished(tmp_path: Path) -> None:
-    with SoakModel.laid() as model, waiting_program(tmp_path, "decode_worker", "--worker-id=decode-0") as worker:
-        assert await asyncio.to_thread(eventually, lambda: bool(children(os.getpid())))
-        changes = Changes(os.getpid(), "127.0.0.1:1", model, (), Random(1), lambda _: None)
-        rolling = asyncio.create_task(changes.roll_out())
-        await asyncio.sleep(0)  # it has replaced the weights, and begins to wait
-        rolling.cancel()
-        await asyncio.wait([rolling])
-        await changes.finish()
-
-        assert worker.wait(10) < 0

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import pytest
-
 from bench.walk_probe import Event, Function, Kind, Trace
-from bench.walk_windows import Process, WalkError, way_in, way_out
+from bench.walk_windows import Process, way_in, way_out
 
 LOOP, ENGINE = 0, 1
 MS = 1_000_000
@@ -84,8 +82,3 @@ def test_the_way_out_leaves_the_plan_of_the_next_step_out() -> None:
         "worker/serving/router_session.py",
         "worker/serving/service.py",
     ]
-
-
-def test_a_trace_without_a_request_is_an_error() -> None:
-    with pytest.raises(WalkError):
-        way_in({"router": Process()}, [(0, 1)])

@@ -31,9 +31,3 @@ async def test_a_request_is_wrong_if_a_token_is_missing_doubled_or_strange(
     seen = await Witness("unused", 1, [QUESTION]).ask(AnsweringClient(heard, error=error), QUESTION)
     assert seen.is_wrong == is_wrong
     assert seen.error == (f"{Reason.WORKER_LOST}: gone" if error else DIFFERS if is_wrong else "")
-
-
-async def test_a_load_of_which_no_request_ends_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("bench.support.witness._READY_TIMEOUT_S", 0.01)
-    with pytest.raises(TimeoutError):
-        await Witness("127.0.0.1:1", 1, [], timeout_s=0.0).see(1)

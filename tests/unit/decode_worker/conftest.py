@@ -10,10 +10,7 @@ from dataclasses import dataclass, field, replace
 import pytest
 
 from decode_worker.decodes import Decodes
-from decode_worker.incoming_transfers import TransferPolicy
-from decode_worker.policy import WorkerPolicy
 from decode_worker.running_batch import RunningBatch
-from decode_worker.scheduler import StepLimits
 from decode_worker.worker import new_decode_worker
 from engine.beam import num_candidates
 from engine.block_pool import BlockPool
@@ -22,9 +19,9 @@ from engine.host_tier import HostTier
 from engine.prefix_cache import PrefixCache
 from engine.step import SampledToken
 from kvtransfer.base import BlockRef, HandoffListener, Offer
+from shell.config import DecodeConfig
 from tandem.errors import TandemError, TransferError
 from tandem.first_tokens import FirstTokens, encode_first_tokens
-from tandem.limits import Limits
 from tandem.types import (
     ChoiceSpec,
     FinishReason,
@@ -36,13 +33,12 @@ from tandem.types import (
     TokenLogprobs,
     WaitReason,
 )
-from tandem.validation import Validator
 from tests.manual_clock import ManualClock
 from tests.recorded_events import RecordedWorker
 from tests.token_engine import VOCAB_SIZE, WAIT_S, FakeEngine, candidates, expected_tokens, next_token
+from tests.worker_parts import parts_of
 from worker import admission
 from worker.core import Worker
-from worker.parts import WorkerParts
 from worker.ports import RouterPort
 
 
@@ -335,8 +331,6 @@ def open_bench(monkeypatch: pytest.MonkeyPatch) -> Callable[..., object]:
         block_size: int = 4,
         max_seqs: int = 8,
         chunk_tokens: int = 16,
-        max_queued: int = 64,
-        transfers: TransferPolicy | None = None,
         *,
         overlap_steps: bool = True,
         prefix_cache: bool = True,
@@ -347,17 +341,11 @@ def open_bench(monkeypatch: pytest.MonkeyPatch) -> Callable[..., object]:
         tier = HostTier(host_rows, 1) if host_rows else None
         cache = PrefixCache(pool, enabled=prefix_cache, tier=tier)
         engine, clock = FakeEngine(pool), ManualClock()
-        validator = Validator(Limits(), VOCAB_SIZE, context_tokens=4096)
-        policy = WorkerPolicy(
-            limits=StepLimits(block_size, max_seqs, chunk_tokens),
-            max_sequence_tokens=num_blocks * block_size,
-            max_queued=max_queued,
-            transfers=transfers or TransferPolicy(),
-            first_guess_tokens=first_guess_tokens,
-            overlap_steps=overlap_steps,
-        )
-        recorded = RecordedWorker()
-        worker = new_decode_worker(WorkerParts(engine, cache, validator, clock, recorded.events), receiver, policy)
+        recorded, max_tokens = RecordedWorker(), num_blocks * block_size
+        sizes = {"max_seqs": max_seqs, "chunk_tokens": chunk_tokens, "max_tokens": max_tokens}
+        parts = parts_of(engine, cache, clock, **sizes, events=recorded.events)
+        config = DecodeConfig(overlap_steps="auto" if overlap_steps else "off")
+        worker = new_decode_worker(parts, receiver, config, first_guess_tokens=first_guess_tokens)
         running = asyncio.create_task(worker.run())
         bench = Bench(worker, engine, pool, cache, receiver, clock, FakeRouter(), recorded, running)
         try:

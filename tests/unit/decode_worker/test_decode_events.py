@@ -5,6 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+import pytest
+
+from decode_worker import admission
 from tandem.errors import DeadlineExceeded, InternalError, InvalidRequest, Overloaded, TransferError
 
 
@@ -145,8 +148,11 @@ async def test_a_sequence_out_of_time_ends_with_the_deadline(open_bench: Any, ma
         assert isinstance(bench.recorded.sequences[0].args("SequenceEnded")[0], DeadlineExceeded)
 
 
-async def test_a_sequence_that_finds_the_line_full_comes_and_ends(open_bench: Any, make_spec: Any) -> None:
-    async with open_bench(max_queued=0) as bench:
+async def test_a_sequence_that_finds_the_line_full_comes_and_ends(
+    open_bench: Any, make_spec: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(admission, "MAX_QUEUED", 0)
+    async with open_bench() as bench:
         handle = bench.reserve(1, make_spec())
         assert isinstance(bench.router.errors[handle], Overloaded)
         assert bench.recorded.sequences[0].names == ["SequenceEnded"]

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from decode_worker.running_batch import RunningBatch
-from decode_worker.scheduler import Beside, StepLimits, StepPlan, plan_step
+from decode_worker.scheduler import Beside, StepPlan
 from engine.block_pool import BlockPool
 from engine.prefix_cache import PrefixCache
 from shell.clock import Deadline
@@ -31,8 +31,8 @@ BLOCK_SIZE = 4
 class PlainBatch(RunningBatch):
     """Every plan is of all."""
 
-    def _plan(self, limits: StepLimits) -> tuple[StepPlan, Beside | None]:
-        return plan_step(self._running, self._waiting, self._cache, limits, self._forecast), None
+    def _plan(self, chunk_tokens: int) -> tuple[StepPlan, Beside | None]:
+        return self._planned(self._running, chunk_tokens), None
 
 
 class World:
@@ -42,10 +42,9 @@ class World:
     """
 
     def __init__(self, batch: type[RunningBatch], num_blocks: int, max_seqs: int) -> None:
-        limits = StepLimits(BLOCK_SIZE, max_seqs, 8)
         self.cache = PrefixCache(BlockPool(num_blocks, BLOCK_SIZE), enabled=False)
         pool = self.cache.pool
-        self.batch = batch(self.cache, limits, Forecast(pool, 4), budget(limits), BlockReleases(pool))
+        self.batch = batch(self.cache, max_seqs, Forecast(pool, 4), ChunkBudget(8), BlockReleases(pool))
         self.in_flight: deque[BatchedStep] = deque()
         self.draws: list[tuple[int, int]] = []
         """Of the newest step: whose each is."""
@@ -105,10 +104,6 @@ class World:
             self.batch.leave(request)
         elif seq.is_finished:
             self.batch.choice_ended(request, seq)
-
-
-def budget(limits: StepLimits) -> ChunkBudget:
-    return ChunkBudget(limits.chunk_tokens)
 
 
 def check_rows(batched: BatchedStep) -> None:

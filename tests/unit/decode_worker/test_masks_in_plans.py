@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from decode_worker.scheduler import StepLimits, StepPlan, plan_step
+from decode_worker.scheduler import StepPlan, StepPlanner
 from engine.block_pool import BlockPool
 from engine.group import Group
 from engine.guides import Guide
@@ -33,7 +33,7 @@ def landed(pool: BlockPool, rank: Rank, *, guided: bool) -> Asked:
 
 def planned(running: list[Asked], waiting: list[Asked], pool: BlockPool, max_seqs: int = 4) -> StepPlan:
     requests: Any = (running, waiting)
-    return plan_step(*requests, PrefixCache(pool), StepLimits(BLOCK_SIZE, max_seqs, 16), Forecast(pool, 4))
+    return StepPlanner(*requests, PrefixCache(pool), Forecast(pool, 4), max_seqs=max_seqs, chunk_tokens=16).plan()
 
 
 def test_only_those_with_a_mask_or_without_a_grammar_are_scheduled() -> None:

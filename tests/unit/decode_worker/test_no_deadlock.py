@@ -11,11 +11,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from decode_worker.admission import STANDSTILL_S
-from decode_worker.incoming_transfers import TransferPolicy
+from decode_worker.incoming_transfers import HANDOFF_S
 from tandem.errors import Overloaded
 from tandem.types import GroupSpec, Handle, TokenId
 
-BLOCK_SIZE, HANDOFF_S, TURNS = 4, 10.0, 3000
+BLOCK_SIZE, TURNS = 4, 3000
 
 
 @dataclass(frozen=True)
@@ -95,10 +95,7 @@ async def test_a_stream_that_lacks_what_is_reserved_for_a_prompt_long_in_coming_
 async def play(
     open_bench: Any, make_spec: Any, completion: Any, num_blocks: int, host_rows: int, crowd: list[Arriving]
 ) -> None:
-    policy = TransferPolicy(ticket_s=HANDOFF_S, handoff_s=HANDOFF_S)
-    async with open_bench(
-        num_blocks, BLOCK_SIZE, max_seqs=4, chunk_tokens=6, transfers=policy, host_rows=host_rows
-    ) as bench:
+    async with open_bench(num_blocks, BLOCK_SIZE, max_seqs=4, chunk_tokens=6, host_rows=host_rows) as bench:
         specs: dict[Handle, GroupSpec] = {}
         for number, each in enumerate(crowd):
             spec = make_spec(

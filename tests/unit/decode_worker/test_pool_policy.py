@@ -124,7 +124,7 @@ async def test_a_burst_of_long_prompts_leaves_running_streams_alone(
 async def test_seats_stay_filled_where_a_handoff_takes_twice_the_time_of_decoding(
     open_bench: Any, make_spec: MakeSpec
 ) -> None:
-    async with open_bench(512, 16, max_seqs=8, max_queued=1000, overlap_steps=False) as bench:
+    async with open_bench(512, 16, max_seqs=8, overlap_steps=False) as bench:
         simulation = Simulation(bench, handoff_turns=40, num_parallel=1000)
         for number in range(160):
             simulation.arrive(make_spec(8, 10 + number * 7 % 21, salt=number))
@@ -138,7 +138,7 @@ async def test_small_prompts_pass_a_large_one_that_waits_for_a_quarantined_block
     open_bench: Any, make_spec: MakeSpec
 ) -> None:
     """However many: without that block it cannot be served. Once the block is back, it is."""
-    async with open_bench(8, 4, max_queued=1000, overlap_steps=False) as bench:
+    async with open_bench(8, 4, overlap_steps=False) as bench:
         lost = bench.reserve(0, make_spec(4, 2))
         ticket = await bench.ticket(lost)
         bench.receiver.show(ticket)

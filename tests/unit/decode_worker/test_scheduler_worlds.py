@@ -8,14 +8,15 @@ from dataclasses import dataclass, field
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from decode_worker.scheduler import StepLimits, StepPlan, plan_step
+from decode_worker.scheduler import StepPlan, StepPlanner
 from engine.block_pool import BlockPool
 from engine.prefix_cache import PrefixCache
 from engine.sequence import Sequence
 from engine.step import ScheduledSeq
 from tandem.types import TokenId
 from tests.asked import END, Asked, asked, leave_free
-from worker.admission import MAX_OVERTAKES, Forecast, note_overtaken
+from worker.admission import Forecast, note_overtaken
+from worker.tuning import MAX_OVERTAKES
 
 
 @dataclass
@@ -23,7 +24,8 @@ class World:
     """A pool and its requests, driven by plans only. All tokens but ends are equal, so that nearly all KV is known."""
 
     cache: PrefixCache
-    limits: StepLimits
+    max_seqs: int
+    chunk_tokens: int
     rng: random.Random
     growth: Forecast
     running: list[Asked] = field(default_factory=list)
@@ -61,11 +63,12 @@ class World:
         return plan
 
     def plan(self) -> StepPlan:
-        return plan_step(self.running, self.waiting, self.cache, self.limits, self.growth)
+        sizes = {"max_seqs": self.max_seqs, "chunk_tokens": self.chunk_tokens}
+        return StepPlanner(self.running, self.waiting, self.cache, self.growth, **sizes).plan()
 
     def check(self, plan: StepPlan) -> None:
         seqs = [seq for _, seq, _ in plan.scheduled]
-        assert len(seqs) == len(set(seqs)) <= self.limits.max_seqs
+        assert len(seqs) == len(set(seqs)) <= self.max_seqs
         assert set(plan.admitted) <= set(self.waiting)
         ranks = [request.rank for request, _, _ in plan.scheduled]
         assert {r for r, _, _ in plan.scheduled} <= {*self.running, *plan.admitted} - set(plan.preempted)
@@ -73,7 +76,7 @@ class World:
             assert victim.group.holds_blocks or not ranks
             ahead = ranks or [request.rank for request in self.waiting if request.group.holds_blocks]
             assert min(ahead) < victim.rank, "nobody gained from a preemption"
-        assert sum(n for _, seq, n in plan.scheduled if seq.num_remaining_tokens > 1) <= self.limits.chunk_tokens
+        assert sum(n for _, seq, n in plan.scheduled if seq.num_remaining_tokens > 1) <= self.chunk_tokens
         assert all(1 <= n <= seq.num_remaining_tokens for _, seq, n in plan.scheduled)
 
     def carry_out(self, plan: StepPlan) -> None:
@@ -87,7 +90,7 @@ class World:
             if request in self.running:
                 self.running.remove(request)
                 self.waiting.append(request)
-        assert sum(request.group.num_seats for request in self.running) <= self.limits.max_seqs
+        assert sum(request.group.num_seats for request in self.running) <= self.max_seqs
         schedules: list[ScheduledSeq] = []
         for request, seq, num_tokens in plan.scheduled:
             request.group.copy_on_write(seq, self.cache)
@@ -130,7 +133,7 @@ def worlds(draw: st.DrawFn) -> tuple[World, list[Arriving]]:
     """A world, and who arrives after how many steps. Each group alone fits."""
     pool = BlockPool(draw(st.integers(6, 24)), draw(st.sampled_from([1, 2, 4, 16])))
     size, total, max_seqs = pool.block_size, pool.num_blocks, draw(st.integers(1, 6))
-    shape = StepLimits(size, max_seqs, draw(st.integers(1, 40)))
+    chunk_tokens = draw(st.integers(1, 40))
     growth = Forecast(pool, draw(st.sampled_from([1, 8, 32])))
     arrivals: list[Arriving] = []
     step = 0
@@ -146,9 +149,8 @@ def worlds(draw: st.DrawFn) -> tuple[World, list[Arriving]]:
         each.num_overtaken = draw(st.sampled_from([0, MAX_OVERTAKES]))
         assert each.group.spec.max_pool_tokens(size) <= total * size
         arrivals.append((step, each, draw(st.booleans())))
-    return World(
-        PrefixCache(pool, enabled=draw(st.booleans())), shape, random.Random(draw(st.integers(0, 99))), growth
-    ), arrivals
+    cache, rng = PrefixCache(pool, enabled=draw(st.booleans())), random.Random(draw(st.integers(0, 99)))
+    return World(cache, max_seqs, chunk_tokens, rng, growth), arrivals
 
 
 @given(worlds())
@@ -176,7 +178,7 @@ def test_every_group_ends_whatever_arrives_when(case: tuple[World, list[Arriving
 def test_a_seat_goes_to_the_first_in_rank_when_nothing_else_can_step() -> None:
     """Of two groups that hold all blocks, the one behind has the only seat and needs a block more."""
     pool = BlockPool(6, 4)
-    world = World(PrefixCache(pool, enabled=False), StepLimits(4, 1, 16), random.Random(0), Forecast(pool, 1))
+    world = World(PrefixCache(pool, enabled=False), 1, 16, random.Random(0), Forecast(pool, 1))
     behind = asked(0, 12, max_tokens=8)
     world.arrive(behind, by_handoff=True)
     world.running, world.waiting = [behind], []
@@ -193,7 +195,7 @@ def crowded_worlds(draw: st.DrawFn) -> World:
     """Landed groups, some further than others, in a pool with few blocks left."""
     pool = BlockPool(200, draw(st.sampled_from([1, 2, 4])))
     cache = PrefixCache(pool, enabled=draw(st.booleans()))
-    world = World(cache, StepLimits(pool.block_size, 12, 16), random.Random(0), Forecast(pool, 1))
+    world = World(cache, 12, 16, random.Random(0), Forecast(pool, 1))
     for number in range(draw(st.integers(2, 5))):
         each = asked(
             number, draw(st.integers(1, 9)), n=draw(st.integers(1, 4)), emitted=draw(st.sampled_from([0, 0, 5]))

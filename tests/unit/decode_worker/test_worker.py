@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from decode_worker.incoming_transfers import TransferPolicy
+from decode_worker import admission
+from decode_worker.incoming_transfers import HANDOFF_S
 from engine.engine_thread import EngineBroken
 from tandem.errors import (
     DeadlineExceeded,
@@ -207,11 +208,11 @@ async def test_an_offer_that_cannot_be_made_fails_the_sequence_and_holds_nothing
 async def test_a_commit_that_never_comes_fails_the_sequence_without_new_work(
     open_bench: Any, make_spec: MakeSpec
 ) -> None:
-    async with open_bench(transfers=TransferPolicy(ticket_s=1.0, handoff_s=9.0)) as bench:
+    async with open_bench() as bench:
         handle = bench.reserve(1, make_spec(9, 7))
         ticket = await bench.ticket(handle)
         bench.receiver.show(ticket)
-        bench.clock.advance_s(9.5)
+        bench.clock.advance_s(HANDOFF_S + 0.5)
         bench.worker.tick()
         assert isinstance(bench.router.errors[handle], TransferError)
         bench.receiver.writer_stops(ticket)
@@ -311,8 +312,9 @@ async def test_a_broken_engine_ends_the_worker(open_bench: Any, make_spec: MakeS
         assert bench.router.errors[unlucky].retryable
 
 
-async def test_a_full_line_is_overload(open_bench: Any, make_spec: MakeSpec) -> None:
-    async with open_bench(num_blocks=4, max_queued=2) as bench:
+async def test_a_full_line_is_overload(open_bench: Any, make_spec: MakeSpec, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(admission, "MAX_QUEUED", 2)
+    async with open_bench(num_blocks=4) as bench:
         handles = [bench.reserve(i, make_spec(9, 7)) for i in range(3)]
         assert isinstance(bench.router.errors[handles[2]], Overloaded)
         for handle in handles:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -149,7 +150,7 @@ async def test_an_engine_says_what_it_is_and_steps_on_its_thread(options, make_s
     try:
         assert engine.layout.dtype is DType.FLOAT32
         assert engine.pool.num_blocks == engine.kv_cache.num_blocks == 4 * 128 // 16
-        assert engine.max_sequence_tokens == 128
+        assert engine.sizes.max_sequence_tokens == 128
         assert len(engine.model.fingerprint) >= 32
         seq = make_seq((1, 2, 3))
         seq.add_blocks(engine.pool.allocate(1))
@@ -163,7 +164,7 @@ async def test_an_engine_says_what_it_is_and_steps_on_its_thread(options, make_s
 
 def test_a_small_pool_bounds_the_longest_sequence(options: WorkerConfig) -> None:
     engine = load_engine(replace(options, kv_blocks=3))
-    assert engine.max_sequence_tokens == 48
+    assert engine.sizes.max_sequence_tokens == 48
     engine.close()
 
 
@@ -217,3 +218,13 @@ def test_auto_is_the_first_gpu_if_there_is_one(
 ) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: num_gpus)
     assert str(resolve_device(name)) == expected
+
+
+def test_an_engine_with_a_ring_opens_the_native_kernels_while_it_loads(
+    options: WorkerConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Hand-offs hash the ring's rows with them: opened at the first one, a compiler would hold up the worker's loop."""
+    opened: list[str] = []
+    monkeypatch.setattr("engine.loading.library.obstacle", lambda: opened.append(threading.current_thread().name))
+    load_engine(replace(options, attention_backend="reference"), EngineRole(staged_kv=True)).close()
+    assert any(name.startswith("tandem-engine") for name in opened)

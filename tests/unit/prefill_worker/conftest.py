@@ -17,12 +17,9 @@ from engine.step import (
     SampledToken,
 )
 from kvtransfer.base import TransferReport
-from prefill_worker.prompt_line import LineLimits
-from prefill_worker.prompts import PromptPolicy
-from prefill_worker.worker import new_prefill_worker
+from prefill_worker.prompts import new_prefill_worker
 from tandem.errors import TandemError
 from tandem.first_tokens import decode_first_tokens
-from tandem.limits import Limits
 from tandem.types import (
     BlockId,
     ChoiceSpec,
@@ -36,11 +33,10 @@ from tandem.types import (
     TokenLogprobs,
     WaitReason,
 )
-from tandem.validation import Validator
 from tests.manual_clock import ManualClock
 from tests.prompt_engine import BLOCK_SIZE, DEADLINE_S, FakeEngine, Gate, token_at
 from tests.recorded_events import RecordedWorker
-from worker.parts import WorkerParts
+from tests.worker_parts import parts_of
 from worker.ports import RouterPort
 
 
@@ -193,10 +189,17 @@ class Bench:
         tier = HostTier(host_rows, block_bytes=1) if host_rows else None
         self.cache = PrefixCache(self.pool, enabled=cached, tier=tier)
         self.recorded = RecordedWorker()
-        validator = Validator(Limits(), vocab_size=1000, context_tokens=256)
-        parts = WorkerParts(self.engine, self.cache, validator, self.clock, self.recorded.events, guides)
-        policy = PromptPolicy(LineLimits(4), 64, chunk_tokens=8)
-        self.worker = new_prefill_worker(parts, self.sender, policy)
+        parts = parts_of(
+            self.engine,
+            self.cache,
+            self.clock,
+            max_seqs=4,
+            chunk_tokens=8,
+            max_tokens=64,
+            events=self.recorded.events,
+            guides=guides,
+        )
+        self.worker = new_prefill_worker(parts, self.sender)
         self.running = asyncio.create_task(self.worker.run())
 
     def prefill(

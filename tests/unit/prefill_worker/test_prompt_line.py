@@ -9,7 +9,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from prefill_worker.prompt_line import LineLimits, PromptLine
+from prefill_worker.prompt_line import PromptLine
 from shell.clock import Deadline
 from shell.telemetry.events import Events
 from tandem.types import BlockId, ChoiceSpec, GroupSpec, Handle, RequestId, SamplingParams, TokenId
@@ -102,7 +102,7 @@ def line_of(
     *,
     beside_decodes: bool = False,
 ) -> PromptLine:
-    return PromptLine(LineLimits(max_seqs, beside_decodes), block_size, num_blocks)
+    return PromptLine(max_seqs, block_size, num_blocks, beside_decodes=beside_decodes)
 
 
 def test_many_short_prompts_share_one_batch() -> None:

@@ -7,8 +7,7 @@ import pytest
 from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerFast
 
-from router.chat_template import ChatTemplate, load_chat_template
-from router.conversation import Conversation, num_bytes, read_conversation
+from router.chat_template import ChatTemplate, Conversation, load_chat_template, num_bytes, read_conversation
 from router.request import ChatPrompt
 from tandem.errors import CheckpointError, InvalidRequest
 

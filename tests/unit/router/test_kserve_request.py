@@ -12,8 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from router.faces.kserve.model import INPUTS, OUTPUTS, configuration, metadata
-from router.faces.kserve.parameters import _FITS
-from router.faces.kserve.request import InferRequest, read_request
+from router.faces.kserve.request import _FITS, InferRequest, read_request
 from router.request import CompletionRequest, TextPrompt
 from router.sampling import SamplingRequest
 from tandem.errors import InvalidRequest, UnsupportedOption

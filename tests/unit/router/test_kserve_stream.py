@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator
 from contextlib import nullcontext
 from typing import Any
 
-from router.faces.kserve.stream import MAX_BYTES, MAX_REQUESTS, InferStream, StreamRoom
+from router.faces.kserve.servicer import MAX_BYTES, MAX_REQUESTS, InferStream, StreamRoom
 from tandem.foreign import kserve_pb2
 
 MIB = 1024 * 1024

@@ -7,9 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Regex, Tokenizer, models, normalizers, pre_tokenizers, processors
 
-from router import text_pieces
-from router.text_pieces import can_be_cut, pieces
-from router.tokenization import Tokenization
+from router import tokenization
+from router.tokenization import Tokenization, can_be_cut, pieces
 
 DEMO = Path(__file__).parents[3] / "models" / "demo" / "checkpoint"
 LLAMA_3 = (
@@ -57,7 +56,7 @@ def test_pieces_give_the_tokens_of_the_whole(tokens: Tokenizer, text: str) -> No
 
     for length in (0, 3, 10):
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(text_pieces, "_PIECE_CHARACTERS", length)
+            patch.setattr(tokenization, "_PIECE_CHARACTERS", length)
             parts = list(pieces(text))
         assert "".join(parts) == text
         assert [each for part in parts for each in tokens.encode(part, add_special_tokens=False).ids] == whole

@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from router.token_rules import TokenRules
+from router.choice_stream import TokenRules
 from tandem.errors import InvalidOutput
 from tandem.types import FinishReason, SamplingParams, TokenDelta, TokenId
 
@@ -14,7 +14,7 @@ TOKENS = (TokenId(1), TokenId(2))
 
 
 def rules(beam_width: int) -> TokenRules:
-    return TokenRules.of(SamplingParams(max_tokens=2, beam_width=beam_width), 10)
+    return TokenRules(SamplingParams(max_tokens=2, beam_width=beam_width), 10)
 
 
 @pytest.mark.parametrize(

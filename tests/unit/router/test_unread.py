@@ -7,9 +7,8 @@ import pytest
 from tokenizers import Tokenizer
 
 from router.choice_stream import ChoiceStream
-from router.delivery import Delivery
+from router.delivery import Delivery, Unread
 from router.text import Detokenizer
-from router.unread import Unread
 from shell.telemetry.events import Events
 from tandem.errors import InvalidRequest, TandemError
 from tandem.types import TextParams, TokenDelta, TokenId, TokenLogprobs

@@ -14,7 +14,8 @@ from engine.block_pool import BlockPool
 from engine.group import Group
 from tandem.types import TokenId
 from tests.asked import BLOCK_SIZE, Asked, asked
-from worker.admission import MAX_OVERTAKES, PATIENCE, WINDOW, Forecast, Line, is_overdue, note_overtaken, turn_of
+from worker.admission import Forecast, Line, is_overdue, note_overtaken, turn_of
+from worker.tuning import MAX_OVERTAKES, REMEMBERED, TURN_TOKENS
 
 
 @pytest.fixture
@@ -55,7 +56,7 @@ def test_no_prompt_starves_however_many_shorter_ones_come(seed: int) -> None:
         if patient not in line:
             break
     assert patient not in line
-    assert computed <= PATIENCE * length + length + 20
+    assert computed <= TURN_TOKENS * length + length + 20
 
 
 # --- ageing ---
@@ -128,7 +129,7 @@ def after(pool: BlockPool, lengths: Sequence[int]) -> Forecast:
         ([10, 20, 30, 40], 35, 99, 5),
         ([10, 20, 30, 40], 40, 99, 40),  # outlived them all
         ([10, 20, 30, 40], 40, 44, 4),
-        ([99, *[3] * WINDOW], 0, 99, 3),  # the oldest are forgotten
+        ([99, *[3] * REMEMBERED], 0, 99, 3),  # the oldest are forgotten
     ],
 )
 def test_a_completion_becomes_as_long_as_most_of_the_longer_ones(

@@ -6,7 +6,8 @@ import random
 
 import pytest
 
-from worker.budget import FEW_STEPS, ChunkBudget
+from worker.budget import ChunkBudget
+from worker.tuning import OBJECTIVE_STEPS
 
 CHUNK = 512
 GRAIN_TOKENS = 4
@@ -45,10 +46,10 @@ def test_a_step_with_a_chunk_takes_no_longer_than_the_objective() -> None:
 
 def test_without_an_objective_of_its_own_a_step_may_be_a_multiple_of_the_shortest_decode_step() -> None:
     budget = learned()
-    assert 0.02 + budget.tokens(8, 1) / 4000 <= FEW_STEPS * 0.02
+    assert 0.02 + budget.tokens(8, 1) / 4000 <= OBJECTIVE_STEPS * 0.02
     for _ in range(100):
         budget.step_took(60, 0, 0.08)
-    assert budget.step_objective_s == pytest.approx(FEW_STEPS * 0.02)
+    assert budget.step_objective_s == pytest.approx(OBJECTIVE_STEPS * 0.02)
     assert budget.tokens(60, 1) == GRAIN_TOKENS
 
 
@@ -115,7 +116,7 @@ def test_a_decode_step_that_was_never_seen_alone_is_told_from_mixed_ones() -> No
 def test_a_whole_chunk_beside_a_stream_tells_nothing_of_how_long_decodes_take() -> None:
     budget = learned()
     budget.step_took(1, CHUNK, 0.64)
-    assert budget.step_objective_s == pytest.approx(FEW_STEPS * 0.02)
+    assert budget.step_objective_s == pytest.approx(OBJECTIVE_STEPS * 0.02)
 
 
 def test_steps_that_other_processes_slowed_down_count_less() -> None:

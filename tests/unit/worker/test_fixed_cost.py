@@ -13,7 +13,8 @@ from itertools import pairwise
 
 import pytest
 
-from worker.budget import FIXED_TIMES, ChunkBudget
+from worker.budget import ChunkBudget
+from worker.tuning import FIXED_COSTS
 
 CHUNK, ALONE = 2048, 4096
 TOKENS_PER_S = 43_000.0
@@ -163,7 +164,7 @@ def test_a_chunk_takes_about_twice_the_fixed_cost_where_the_objective_leaves_it_
     for _ in range(100):
         tokens = budget.tokens(num_decodes, 1)
         budget.step_took(num_decodes, tokens, added(fixed_s, num_decodes, tokens))
-    assert tokens / TOKENS_PER_S == pytest.approx((FIXED_TIMES - 1) * fixed_s, rel=0.25)
+    assert tokens / TOKENS_PER_S == pytest.approx((FIXED_COSTS - 1) * fixed_s, rel=0.25)
 
 
 @pytest.mark.parametrize("seed", range(20))
