@@ -5,13 +5,12 @@
        └───────────────────────────┴───────────────────────────┴──▶ failed (by one worker, the culprit)
                                                                └──Leaving──▶ `leaves`: another attempt may take it over
 
-The decode worker is asked for room when the prompt's turn has come, and not before: a prompt that waits in
-a line holds no blocks anywhere. With local prefill there is one worker, which decodes; where it was chosen for what
-its cache holds, it fails with PrefixNotHeld if that is gone. An attempt that takes over from another one (`source`) has
-that one's decode worker in the place of a prefill worker: the KV is there, so Reserve goes out at once, and HandOver
-takes the place of Grant. Tokens go straight to
-the delivery, and Reserve and Grant out, from within the workers' streams; the attempt's own coroutine wakes
-only when the stage changes.
+The decode worker is asked for room when the prompt's turn has come, and not before: a prompt that waits in a line holds
+no blocks anywhere. With local prefill there is one worker, which decodes; where it was chosen for what its cache holds,
+it fails with PrefixNotHeld if that is gone. An attempt that takes over from another one (`source`) has that one's
+decode worker in the place of a prefill worker: the KV is there, so Reserve goes out at once, and HandOver takes the
+place of Grant. Tokens go straight to the delivery, and Reserve and Grant out, from within the workers' streams; the
+attempt's own coroutine wakes only when the stage changes.
 
 Every wait ends: by the worker's word, by the loss of its stream or its lease, or by silence. A request may
 wait in a healthy worker for any time, as long as that says so; what ends the wait at last is the request's
@@ -23,9 +22,10 @@ from __future__ import annotations
 import asyncio
 import sys
 from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
 
+from router.assignment import Assignment
 from router.delivery import Delivery
-from router.placement import Placement
 from router.worker_link import WorkerLink
 from router.workers import Workers
 from shell.clock import Clock
@@ -45,7 +45,7 @@ class Attempt:
 
     def __init__(
         self,
-        placement: Placement,
+        assignment: Assignment,
         workers: Workers,
         delivery: Delivery,
         events: RequestEvents,
@@ -53,14 +53,17 @@ class Attempt:
         arrived_s: float,
         silence_s: float,
         on_stage: Callable[[RequestState], None],
+        on_decoded: Callable[[], None],
         source: Attempt | None = None,
     ) -> None:
         """`arrived_s`: when the request came, on `clock`.
 
-        `silence_s`: longest silence before the request is tried elsewhere (see the module). `source` has the decode
-        worker that is this placement's `prefill`; `run` ends it.
+        `silence_s`: longest silence before the request is tried elsewhere (see the module). `on_decoded` is called once
+        the decode worker did its part well. `source` has the decode worker that is this placement's `prefill`; `run`
+        ends it.
         """
-        self.placement = placement
+        self._assignment = assignment
+        self.placement = placement = assignment.placement
         self._source = source
         self._workers = workers
         self._delivery = delivery
@@ -69,9 +72,9 @@ class Attempt:
         self._arrived_s = arrived_s
         self._silence_s = silence_s
         self._on_stage = on_stage
+        self._on_decoded = on_decoded
         self._decode = _Leg(placement.decode, workers)
         self._prefill = None if placement.prefill is None else _Leg(placement.prefill, workers)
-        self._max_local_tokens = placement.max_local_tokens
         self._news = asyncio.Event()
         self._sent_s = 0.0
         self._group = worker_pb2.Group()
@@ -82,6 +85,12 @@ class Attempt:
         """Whether the prompt is computed."""
         self._attached = False
         """Whether the decode worker holds the KV."""
+        self._arrived = placement.prefill is None
+        """Whether the decode worker has said so, or computes the prompt."""
+        self._has_decoded = False
+        """Whether the decode worker made tokens."""
+        self._counts = True
+        """Whether the request counts as load of the pair."""
         self._awaited: dict[int, int] = {}
         """Tokens that a choice had before, for each whose next ones the sender of the KV draws and tells."""
         self._offered = False
@@ -111,7 +120,7 @@ class Attempt:
             return None
         if not leg.link.listen(leg.handle, source):
             return None
-        source._decode, self._prefill = leg, None
+        source._decode, self._prefill, self._source = leg, None, None
         self.release()
         return source
 
@@ -130,16 +139,26 @@ class Attempt:
             if not self._delivery.finished:
                 raise cause from None
 
+    def went_well(self) -> None:
+        """Notes that the request has all that was asked for."""
+        if self._arrived and not self._has_decoded:
+            self._decode_went_well()
+
     def release(self) -> None:
         """Both workers free what they hold for it. Idempotent; no message arrives here afterwards."""
-        for leg in filter(None, (self._decode, self._prefill)):
-            self._release(leg)
+        self._release_legs()
+        self._uncount()
+        if self._source is not None:
+            self._source._uncount()
 
-    @staticmethod
-    def _release(leg: _Leg) -> None:
-        if leg.handle is not None and leg.link is not None:
-            leg.link.release(leg.handle)
-        leg.handle, leg.is_open = None, False
+    def _release_legs(self) -> None:
+        for leg in filter(None, (self._decode, self._prefill)):
+            leg.release()
+
+    def _uncount(self) -> None:
+        if self._counts:
+            self._counts = False
+            self._workers.end(self._assignment, arrived=self._arrived)
 
     async def _walk(self, spec: GroupSpec) -> None:
         self._group = group_to_proto(spec)
@@ -172,11 +191,10 @@ class Attempt:
         """The decode worker of `source` tells this attempt from now on; its prefill worker is released."""
         leg, self._prefill = source._decode, source._decode
         source._decode = _Leg(leg.info, self._workers)
-        source.release()
+        source._release_legs()
         self._started = self._computed = True
-        self._awaited = {
-            each.index: sys.maxsize for each in self._group.choices
-        }  # more may follow until it says HandoffDone
+        # More may follow until HandoffDone.
+        self._awaited = dict.fromkeys((each.index for each in self._group.choices), sys.maxsize)
         if leg.handle is None or leg.link is None or not leg.link.listen(leg.handle, self):
             self.failed(leg.info, Unavailable(f"worker {leg.info.worker_id} was lost", Reason.WORKER_LOST))
 
@@ -191,7 +209,7 @@ class Attempt:
                 self._decode.handle,
                 self._group,
                 local_prefill=self._prefill is None,
-                max_local_tokens=self._max_local_tokens,
+                max_local_tokens=self.placement.max_local_tokens,
             )
 
     def _open(self, leg: _Leg) -> None:
@@ -234,24 +252,20 @@ class Attempt:
 
     async def _cause_of(self, failure: TransferError) -> TandemError:
         """A hand-off also fails for what the other worker is about to say of itself: then that is the attempt's end."""
-        try:
+        with suppress(TimeoutError):
             async with asyncio.timeout(_OTHER_WORD_S):
                 while isinstance(self._error, TransferError) and (self._decode.is_open or self._prefill_is_open):
                     self._news.clear()
                     await self._news.wait()
-        except TimeoutError:
-            pass
         return self._error or failure
 
     async def _hear_of_handoff(self) -> None:
         """Decoded tokens prove that the hand-off is over; the word of its size may be a moment behind."""
         if not self._attached:
             return
-        try:
+        with suppress(TimeoutError, TandemError):
             async with asyncio.timeout(_OTHER_WORD_S):
                 await self._until(lambda: not self._prefill_is_open)
-        except (TimeoutError, TandemError):
-            return
 
     @property
     def _prefill_is_open(self) -> bool:
@@ -299,18 +313,26 @@ class Attempt:
         if self._prefill is not None:
             self._prefill.is_open = False
             if self._source is not None:
-                self._release(self._prefill)  # the worker that drains waits for this
+                self._prefill.release()  # the worker that drains waits for this
         self._awaited.clear()
         self._events.emit(KvArrived(num_bytes, seconds))
         self._attached = True
+        if not self._arrived:
+            self._arrived = True
+            if self._source is not None:
+                self._source._uncount()
+            self._workers.arrive(self._assignment)
+            self._workers.handed_off(self._assignment, seconds)
         self._hear(sender, wake=True)
 
     def tokens(self, sender: WorkerInfo, delta: TokenDelta) -> None:
         """New tokens of one choice: the prompt is computed. A decode worker that makes them holds the KV."""
-        if not self._attached:
-            self._attached = sender.incarnation == self._decode.info.incarnation
+        are_first_decoded = not self._has_decoded and sender.incarnation == self._decode.info.incarnation
+        self._attached = self._attached or are_first_decoded
         was_computed, self._computed = self._computed, True
         self._delivery.push(delta)
+        if are_first_decoded:
+            self._decode_went_well()
         self._hear(sender, wake=self._delivery.finished or not was_computed)
 
     def leaving(self, sender: WorkerInfo) -> None:
@@ -323,18 +345,21 @@ class Attempt:
         self._hear(sender, wake=False)
 
     def failed(self, sender: WorkerInfo, error: TandemError) -> None:
-        """A worker ended it. Prefill's end does not matter once decode holds the KV and all first tokens are here.
-
-        That a hand-off failed is replaced by what the other worker says of itself.
-        """
+        """A worker ended it. Prefill's end does not matter once decode holds the KV and all first tokens are here."""
         leg = self._leg_of(sender)
         leg.is_open = False
+        # That a hand-off failed is replaced by what the other worker says of itself.
         harmless = self._delivery.finished or (leg is self._prefill and self._attached and self._first_tokens_came())
         is_cause = isinstance(self._error, TransferError) and not isinstance(error, TransferError)
         if not harmless and (self._error is None or is_cause):
             self._error = error
             self.culprit = leg.info
         self._hear(sender, wake=True)
+
+    def _decode_went_well(self) -> None:
+        self._has_decoded = True
+        self._workers.decoded(self.placement.decode)
+        self._on_decoded()
 
     def _first_tokens_came(self) -> bool:
         return all(self._delivery.num_tokens_of(index) > before for index, before in self._awaited.items())
@@ -366,3 +391,9 @@ class _Leg:
         self.handle: Handle | None = None
         self.is_open = False
         """Whether the attempt still waits for messages of the worker."""
+
+    def release(self) -> None:
+        """Idempotent."""
+        if self.handle is not None and self.link is not None:
+            self.link.release(self.handle)
+        self.handle, self.is_open = None, False

@@ -20,12 +20,11 @@ from router.attempt import Attempt
 from router.choice_stream import ChoiceStream, PromptLogprobs
 from router.delivery import Delivery
 from router.metrics import RouterMetrics, Timeline
-from router.placement import Demand
+from router.placement import Demand, Placement
 from router.prefix_map import Prefix
 from router.request_spans import RequestSpans
 from router.retries import Retries, RetryPolicy
 from router.serving_set import SetId
-from router.witness import Witness
 from router.workers import Workers
 from shell.clock import Clock, Deadline, ended_by_deadline
 from shell.telemetry.events import Admitted, Placed, RequestBegan, RequestEnded, RouterEvents, TryFailed
@@ -41,7 +40,7 @@ from tandem.errors import (
     Unavailable,
 )
 from tandem.lifecycle import REQUEST_MOVES, RequestState, advance
-from tandem.types import ChoiceSpec, FinishReason, GroupSpec, TextParams
+from tandem.types import ChoiceSpec, FinishReason, GroupSpec, TextParams, WorkerInfo
 
 _log = get_logger(__name__)
 
@@ -100,16 +99,17 @@ class Generation:
             num_choices=len(group.choices),
             is_chat=request.is_chat,
         )
-        self._witness = Witness(rooms.workers)
         self._traceparent, span = rooms.spans.begin(begun)
         timeline.begin(begun)
         others = () if span is None else (span,)
-        self._events = rooms.events.begin(begun, *others, timeline.hear, self._witness.hear)
+        self._events = rooms.events.begin(begun, *others, timeline.hear)
         self._names: Any = {"request_id": group.request_id, "trace_id": trace_id_of(self._traceparent)}
         self.delivery = Delivery(choices, self._events, prompt_logprobs, rooms.stream_interval_s)
         """What the client has to read."""
         self._state = RequestState.QUEUED
         self._retries = Retries(rooms.policy)
+        self._suspects: list[WorkerInfo] = []
+        """Workers on which a step of the request broke."""
         self._set_id: SetId | None = None
         """The set of equal workers that the answer comes from; None = nothing came yet."""
         self._local_if_held = True
@@ -182,7 +182,8 @@ class Generation:
                         attempt = await self._moved(successor)
                     if attempt is before:
                         await attempt.stay()
-                self._witness.finished()
+                attempt.went_well()
+                self._accuse()
                 return
             except PrefixNotHeld:
                 # Nobody is to blame: what this router knew of the cache was old.
@@ -197,7 +198,6 @@ class Generation:
                     raise
             finally:
                 attempt.release()
-                self._witness.end()
                 self.delivery.forget_early()
                 if self._set_id is None and self.delivery.has_begun:
                     self._set_id = SetId.of(attempt.placement.decode)
@@ -205,13 +205,9 @@ class Generation:
     def _attempt(self, assignment: Assignment, source: Attempt | None = None) -> Attempt:
         """Returns an attempt that is about to run where it was placed; with `source`, a move from there."""
         placement = assignment.placement
-        if source is None:
-            self._witness.begin(assignment)
-        else:
-            self._witness.move(assignment)
         self._events.emit(Placed(placement.prefill, placement.decode, placement.reason, placement.prefix_at))
         return Attempt(
-            placement,
+            assignment,
             self._rooms.workers,
             self.delivery,
             self._events,
@@ -219,6 +215,7 @@ class Generation:
             self._timeline.arrived_s,
             self._rooms.policy.silence_s,
             self._move,
+            self._accuse,
             source,
         )
 
@@ -257,8 +254,7 @@ class Generation:
                 raise
             target = successor.placement.decode
             self._retries.blamed.add(target.incarnation)
-            self._witness.failed(target, error)
-            self._witness.move_failed()
+            self._blame(successor.placement, target, error)
             _log.info("request stays", **self._names, reason=error.reason)
             return source
         return successor
@@ -266,7 +262,7 @@ class Generation:
     def _takes(self, error: TandemError, attempt: Attempt, choices: Sequence[ChoiceSpec]) -> bool:
         """Notes and emits a failed try. Returns whether there may be another one."""
         placement, culprit = attempt.placement, attempt.culprit or attempt.placement.decode
-        self._witness.failed(culprit, error)
+        self._blame(placement, culprit, error)
         self._events.emit(TryFailed(culprit, error))
         _log.warning(
             "request is tried again",
@@ -279,6 +275,25 @@ class Generation:
         links = map(self._rooms.workers.link, filter(None, (placement.prefill, placement.decode)))
         lost = error.reason is Reason.WORKER_LOST or not all(link is not None and link.connected for link in links)
         return self._retries.count(error, culprit, placement, lost=lost, progress=self._progress_since(choices))
+
+    def _blame(self, placement: Placement, culprit: WorkerInfo, error: TandemError) -> None:
+        """Tells the workers whose failure it was; of a hand-off, nobody knows.
+
+        A worker is blamed for a step that broke only once the request went well elsewhere: a request that breaks on
+        every worker is at fault itself, and must not set a whole cluster aside.
+        """
+        if error.reason is Reason.DRAINING:
+            return  # the worker is well, and says so
+        if isinstance(error, InternalError):
+            self._suspects.append(culprit)
+        elif isinstance(error, TransferError) and placement.prefill is not None:
+            self._rooms.workers.handoff_failed(placement.prefill, placement.decode)
+        else:
+            self._rooms.workers.failed(culprit)
+
+    def _accuse(self) -> None:
+        while self._suspects:
+            self._rooms.workers.failed(self._suspects.pop())
 
     def _resumed(self, choices: tuple[ChoiceSpec, ...]) -> GroupSpec:
         """What workers are to run now; log-probabilities of the prompt are computed once, unless they came in part."""

@@ -44,7 +44,7 @@ from tandem.types import (
 from tandem.v1 import worker_pb2
 from tests.fake_disk import LateDisk
 from tests.manual_clock import ManualClock
-from tests.registering import INFO
+from tests.registering import INFO, UncountedLoad, assigned
 from tests.token_engine import WAIT_S, FakeEngine
 from tests.worker_parts import parts_of
 from worker.ports import Destination, RouterPort
@@ -277,7 +277,10 @@ class Running:
         if placement is None:
             placement = Placement(cores.infos[Role.PREFILL], cores.infos[Role.DECODE])
         now_s = cores.clock.now_s()
-        self._attempt = Attempt(placement, cores, delivery, Events(), cores.clock, now_s, SILENCE_S, lambda _: None)
+        links: Any = cores
+        self._attempt = Attempt(
+            assigned(placement), links, delivery, Events(), cores.clock, now_s, SILENCE_S, lambda _: None, lambda: None
+        )
         self.task = asyncio.create_task(self._run(spec))
 
     async def _run(self, spec: GroupSpec) -> None:
@@ -292,7 +295,7 @@ class Running:
         return self._ids.ids
 
 
-class JoinedCores:
+class JoinedCores(UncountedLoad):
     """Use as an async context manager; at its end both workers must be idle."""
 
     def __init__(

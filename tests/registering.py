@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
+from router.assignment import Assignment
+from router.placement import Placement
 from tandem.types import Incarnation, PoolCounts, Role, WorkerId, WorkerInfo, WorkerLoad
 
 INFO = WorkerInfo(
@@ -31,3 +34,20 @@ IDLE = WorkerLoad(
     draining=False,
 )
 BUSY = replace(IDLE, running_seqs=2)
+
+
+class UncountedLoad:
+    """A router's workers as an attempt reports to them, where nobody looks at their load."""
+
+    def arrive(self, *_: Any) -> None:
+        pass
+
+    def end(self, *_: Any, arrived: bool) -> None:
+        pass
+
+    handed_off = decoded = arrive
+
+
+def assigned(placement: Placement) -> Assignment:
+    """The pair of a request of one token."""
+    return Assignment(placement, num_tokens=1, num_seqs=1, probe=0)

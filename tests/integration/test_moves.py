@@ -38,7 +38,7 @@ from tests.decode_rows import seqs_of
 from tests.joined_cores import BLOCK_SIZE, CoreLink, Wire, WireHandoff
 from tests.manual_clock import ManualClock
 from tests.recorded_events import RecordedRequest, RecordedWorker
-from tests.registering import INFO
+from tests.registering import INFO, UncountedLoad, assigned
 from tests.token_engine import VOCAB_SIZE, WAIT_S, FakeEngine, expected_tokens
 from tests.worker_parts import parts_of
 from worker.core import Worker
@@ -126,7 +126,7 @@ class Decoder:
     recorded: RecordedWorker = field(default_factory=RecordedWorker)
 
 
-class TwoDecoders:
+class TwoDecoders(UncountedLoad):
     """`old` sends to `new`. Leaving the context checks that both are idle."""
 
     def __init__(
@@ -221,7 +221,8 @@ class TwoDecoders:
         self, placement: Placement, delivery: Delivery, recorded: RecordedRequest, source: Attempt | None = None
     ) -> Attempt:
         links: Any = self
-        return Attempt(placement, links, delivery, recorded.events, self.clock, 0.0, 60.0, lambda _: None, source)
+        pair, events = assigned(placement), recorded.events
+        return Attempt(pair, links, delivery, events, self.clock, 0.0, 60.0, lambda _: None, lambda: None, source)
 
 
 def computed_tokens(steps: list[Step]) -> int:

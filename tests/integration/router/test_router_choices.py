@@ -98,19 +98,6 @@ async def test_complete_gives_all_choices_by_index(cluster: Any, n: int) -> None
     assert response.usage.completion_tokens == n * LENGTH
 
 
-async def test_a_reader_that_comes_late_gets_each_choice_whole(cluster: Any) -> None:
-    _, decode = await cluster.add_pair()
-    decode.hold("decode")
-    call = cluster.generate(*PROMPT, n=3, max_tokens=LENGTH)
-    firsts = [await call.read() for _ in range(3)]
-    assert sorted(each.index for each in firsts) == [0, 1, 2]
-    decode.let_go()
-    await cluster.until(lambda: cluster.idle)
-    rest = await read(call)
-    for each in firsts:
-        assert [*each.token_ids, *rest.tokens[each.index]] == expected(cluster, 3)[each.index]
-
-
 async def test_a_stop_string_ends_its_choice_alone(cluster: Any) -> None:
     await cluster.add_pair()
     text = bytes(cluster.completion(PROMPT, LENGTH, 1)).decode()
@@ -180,21 +167,6 @@ async def test_a_replay_resumes_only_the_choices_that_are_not_finished(cluster: 
     assert [each.index for each in resumed.choices] == [0, 2]
     assert [len(each.output_token_ids) for each in resumed.choices] == [1, 1]
     assert seen.usage.completion_tokens == 2 * LENGTH + 4
-
-
-async def test_a_single_choice_that_is_left_is_resumed_as_a_request_of_its_own(cluster: Any) -> None:
-    _, decode = await cluster.add_pair()
-    decode.hold("decode")
-    call = cluster.generate(*PROMPT, n=2, max_tokens=LENGTH)
-    await cluster.until(lambda: decode.offsets == [1, 1])
-    tokens = [*cluster.completion(PROMPT, 2, 0), END]
-    decode.say(1, *tokens[1:], finish=FinishReason.STOP, index=0)
-    await cluster.until(lambda: num_told(cluster, 0) == 3)
-    _, other = await cluster.add_pair("1")
-    await decode.die()
-    assert dict((await read(call)).tokens) == expected(cluster, 2) | {0: tokens}
-    (resumed,) = other.specs
-    assert [each.index for each in resumed.choices] == [1]
 
 
 async def test_without_a_replacement_the_tokens_until_then_come_before_the_status(cluster: Any) -> None:

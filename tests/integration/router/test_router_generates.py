@@ -59,15 +59,6 @@ async def test_a_first_token_that_ends_the_sequence_needs_no_hand_off(cluster: A
     await cluster.until(lambda: prefill.idle and decode.idle)
 
 
-async def test_a_decode_worker_that_may_computes_the_prompt_itself(cluster: Any) -> None:
-    decode = await cluster.add(Role.DECODE, "d", local_prefill_tokens=None)
-    responses = [response async for response in cluster.generate(*PROMPT)]
-    assert [token for each in responses for token in each.token_ids] == cluster.completion(PROMPT, 8)
-    assert responses[-1].timings.transfer_bytes == 0
-    assert responses[-1].timings.prefill_seconds == 0.5
-    await cluster.until(lambda: decode.idle)
-
-
 async def test_complete_gathers_what_generate_streams(cluster: Any) -> None:
     await cluster.add_pair()
     generate = pb.GenerateRequest(request_id="mine", text="Hi", sampling=pb.SamplingParams(max_tokens=6, logprobs=1))
@@ -109,13 +100,6 @@ async def test_many_requests_at_once_keep_apart(cluster: Any) -> None:
     assert answers == [cluster.completion(each, 30) for each in prompts]
 
 
-async def test_max_tokens_defaults_to_what_the_workers_hold(cluster: Any) -> None:
-    await cluster.add_pair()
-    request = pb.GenerateRequest(token_ids=pb.TokenIds(ids=PROMPT))
-    tokens = await cluster.read_tokens(cluster.inference.Generate(request))
-    assert len(tokens) == 256 - len(PROMPT)
-
-
 async def test_a_chat_is_rendered_by_the_models_template(cluster: Any) -> None:
     await cluster.add_pair()
     chat = pb.Chat(messages=[pb.ChatMessage(role="user", content="Hi")])
@@ -148,19 +132,6 @@ async def test_detokenize_and_get_model_answer_without_workers(cluster: Any) -> 
     assert model.has_chat_template
     assert model.limits.max_logprobs == 20
     assert all(getattr(model.limits, field.name) for field in pb.RequestLimits.DESCRIPTOR.fields)
-
-
-async def test_a_special_token_has_no_text(cluster: Any) -> None:
-    _, decode = await cluster.add_pair()
-    decode.hold("decode")
-    call = cluster.generate(*PROMPT, max_tokens=4, ignore_eos=True)
-    first = await call.read()
-    await cluster.until(lambda: decode.offsets == [1])
-    decode.say(1, 256)
-    second = await call.read()
-    assert (first.text, second.text) == (bytes(first.token_ids).decode(), "")
-    assert list(second.token_ids) == [256]
-    call.cancel()
 
 
 async def test_without_max_tokens_any_of_unequal_workers_can_serve(cluster: Any) -> None:

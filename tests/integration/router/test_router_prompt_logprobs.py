@@ -6,8 +6,6 @@ from typing import Any
 
 import pytest
 
-from tandem.foreign import vllm_engine_pb2 as vllm
-from tandem.foreign.vllm_engine_pb2_grpc import VllmEngineStub
 from tandem.types import Role
 from tandem.v1 import inference_pb2 as pb
 
@@ -77,22 +75,6 @@ async def test_a_worker_that_is_lost_costs_none_and_repeats_none(cluster: Any, s
     assert [token for each in responses for token in each.token_ids] == cluster.completion(PROMPT, LENGTH)
     resumed = [spec for spec in other.specs if spec.choices[0].output_token_ids]
     assert all(spec.sampling.prompt_logprobs is None for spec in resumed)
-
-
-async def test_they_are_those_of_vllms_protocol_too(cluster: Any) -> None:
-    await cluster.add_pair()
-    call: Any = VllmEngineStub(cluster.channel).Generate(
-        vllm.GenerateRequest(
-            tokenized=vllm.TokenizedInput(input_ids=PROMPT),
-            sampling_params=vllm.SamplingParams(prompt_logprobs=0, max_tokens=2, temperature=0.0),
-        )
-    )
-
-    (complete,) = [response.complete async for response in call]
-
-    values = [each.value if each.HasField("value") else None for each in complete.input_logprobs.token_logprobs]
-    assert values == [None, *(value for _, value in EXPECTED)]
-    assert list(complete.input_logprobs.token_ids) == list(PROMPT)
 
 
 LIES: dict[str, tuple[int, tuple[int, ...]]] = {

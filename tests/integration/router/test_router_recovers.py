@@ -232,26 +232,6 @@ async def test_a_failure_that_no_other_pair_mends_is_passed_on(cluster: Any, err
     assert len(decode.specs) == 1
 
 
-async def test_workers_that_say_nothing_are_given_up(launch: Any, policy: Any) -> None:
-    cluster = await launch(policy=policy(silence_s=0.2, max_retries=1, patience_s=0.1))
-    _, decode = await cluster.add_pair()
-    decode.hold("reserve")
-    error, code, _ = await cluster.error_of(cluster.generate(*PROMPT, timeout_s=None))
-    assert code is grpc.StatusCode.UNAVAILABLE
-    assert "said nothing" in error.message
-    await cluster.until(lambda: decode.idle)
-
-
-async def test_tokens_told_twice_are_delivered_once(cluster: Any) -> None:
-    _, decode = await cluster.add_pair()
-    decode.pause_at(2)
-    call = cluster.generate(*PROMPT, max_tokens=LENGTH)
-    await cluster.until(lambda: decode.offsets == [2])
-    decode.say(0, *cluster.completion(PROMPT, 2))
-    decode.let_go()
-    assert await cluster.read_tokens(call) == cluster.completion(PROMPT, LENGTH)
-
-
 async def test_a_stream_that_breaks_under_a_living_worker_is_opened_again(cluster: Any) -> None:
     prefill, _ = await cluster.add_pair()
     await prefill.stop_serving()

@@ -120,6 +120,15 @@ async def test_a_worker_that_was_set_aside_is_probed_and_comes_back(cluster: Any
     assert len(sick.specs) - num_asked <= 4
 
 
+async def test_a_worker_that_drains_is_not_set_aside(cluster: Any) -> None:
+    await add(cluster, Role.PREFILL, 1)
+    (sick,) = await add(cluster, Role.DECODE, 1, Unavailable("it drains", Reason.DRAINING))
+    await add(cluster, Role.DECODE, 1)
+    while len(sick.specs) < 5:
+        await completions(cluster, 4, at_once=4)
+    assert not any(view.set_aside for view in cluster.router.workers.views())
+
+
 @pytest.mark.parametrize("role", [Role.PREFILL, Role.DECODE])
 async def test_a_worker_that_comes_back_soon_costs_no_request(launch: Any, role: Role) -> None:
     cluster = await launch()

@@ -64,16 +64,6 @@ async def test_a_stream_waits_for_a_worker_that_is_equal_to_its_first(launch: An
     assert not cluster.workers["d1"].specs
 
 
-async def test_no_choice_goes_on_with_another_model(cluster: Any) -> None:
-    _, decode = await cluster.add_pair()
-    call = await standing_at(cluster, decode, n=2)
-    await cluster.add(Role.ELASTIC, "e1", **NEW)
-    await decode.die()
-    error, _, _ = await cluster.error_of(call)
-    assert error.reason is Reason.MODEL_CHANGED
-    assert not cluster.workers["e1"].specs
-
-
 async def test_before_its_first_token_a_request_may_go_to_any_model(launch: Any, policy: Any) -> None:
     cluster = await launch(policy=policy(patience_s=60.0))
     prefill, decode = await cluster.add_pair()

@@ -27,25 +27,6 @@ def test_priority_goes_first_and_arrival_decides_among_equals() -> None:
     assert waiting.num_active == 0
 
 
-def test_nobody_overtakes_the_queue_while_a_place_is_free_for_a_moment() -> None:
-    waiting = queue(max_active=2)
-    for _ in range(2):
-        waiting.enter(Entry(1), None)
-    assert not waiting.enter(Entry(1), None)
-    waiting.depart(1.0)
-    assert not waiting.enter(Entry(1), None)
-
-
-def test_too_many_requests_are_shed() -> None:
-    waiting = queue(max_queued=1)
-    waiting.enter(Entry(1), None)
-    waiting.enter(Entry(1), None)
-    with pytest.raises(Overloaded):
-        waiting.enter(Entry(1), None)
-    with pytest.raises(Overloaded):
-        waiting.check_room(0)
-
-
 def test_requests_about_to_enter_count_as_if_they_had() -> None:
     waiting = queue(max_active=2, max_queued=1)
     waiting.enter(Entry(1), None)

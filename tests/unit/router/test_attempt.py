@@ -34,6 +34,7 @@ from tandem.types import (
 from tandem.v1 import worker_pb2
 from tests.manual_clock import ManualClock
 from tests.recorded_events import RecordedRequest
+from tests.registering import UncountedLoad, assigned
 
 NOBODY = Events()
 PATIENCE_S = 30.0
@@ -58,26 +59,20 @@ class SilentLink:
     def reserve(
         self, handle: Handle, group: worker_pb2.Group, *, local_prefill: bool, max_local_tokens: int | None = None
     ) -> None:
-        self.local_prefill = local_prefill
-        self.max_local_tokens = max_local_tokens
         self.group = group
         self.asked.set()
 
     def prefill(self, group: worker_pb2.Group, listener: GroupListener, destination: str) -> Handle:
         self.destination = destination
-        self.group = group
-        return self._hear(listener)
+        self.listener = listener
+        self.asked.set()
+        return Handle(1)
 
     def grant(self, handle: Handle, ticket: bytes, kv_endpoint: bytes) -> None:
         self.grants.append((handle, ticket, kv_endpoint))
 
     def release(self, _: Handle) -> None:
         self.is_released = True
-
-    def _hear(self, listener: GroupListener) -> Handle:
-        self.listener = listener
-        self.asked.set()
-        return Handle(1)
 
     def says(self, name: str, *args: Any) -> None:
         """Tells the listener, as a WorkerLink does."""
@@ -94,15 +89,13 @@ class NoText:
         return ""
 
 
-class Pair:
+class Pair(UncountedLoad):
     """One attempt on a pair of workers, under way."""
 
-    def __init__(
-        self, info: Callable[..., WorkerInfo], clock: ManualClock, spec: GroupSpec = SPEC, *, local: bool = False
-    ) -> None:
+    def __init__(self, info: Callable[..., WorkerInfo], clock: ManualClock, spec: GroupSpec = SPEC) -> None:
         self.infos = {role: info(role, role) for role in Role}
         self.prefill, self.decode = (SilentLink(self.infos[role]) for role in (Role.PREFILL, Role.DECODE))
-        placement = Placement(None if local else self.infos[Role.PREFILL], self.infos[Role.DECODE])
+        placement = Placement(self.infos[Role.PREFILL], self.infos[Role.DECODE])
         no_text: Any = NoText()
         choices = [ChoiceStream(each.index, no_text, TextParams(), lambda _: None) for each in spec.choices]
         self.delivery = Delivery(choices, NOBODY)
@@ -112,8 +105,10 @@ class Pair:
         links: Any = self
         self.clock = clock
         self.stages: list[RequestState] = []
+        self.ends: list[str] = []
+        """What the attempt reported of the pair."""
         self.attempt = Attempt(
-            placement,
+            assigned(placement),
             links,
             self.delivery,
             RecordedRequest().events,
@@ -121,8 +116,12 @@ class Pair:
             clock.now_s(),
             SILENCE_S,
             self.stages.append,
+            lambda: self.ends.append("decoded"),
         )
         self.running = asyncio.create_task(self.attempt.run(spec))
+
+    def end(self, *_: Any, arrived: bool) -> None:
+        self.ends.append(f"end, arrived: {arrived}")
 
     def link(self, info: WorkerInfo) -> SilentLink:
         return self.prefill if info.role is Role.PREFILL else self.decode
@@ -249,28 +248,6 @@ async def test_the_decode_worker_is_told_what_is_left_of_the_time_after_the_line
     running.running.cancel()
 
 
-async def test_first_tokens_that_end_every_choice_need_no_room(pair: Callable[..., Pair]) -> None:
-    running = pair()
-    await running.get_to("reserve")
-    running.prefill.says("prefill_done", 0.0, 0.0, 0)
-    running.prefill.says("tokens", delta(0, FinishReason.STOP))
-    await running.running
-    running.attempt.release()
-    assert running.decode.is_released
-    assert running.prefill.is_released
-
-
-async def test_a_prompt_computed_where_it_decodes_needs_no_grant(pair: Callable[..., Pair]) -> None:
-    running = pair(local=True)
-    await running.decode.asked.wait()
-    assert running.decode.local_prefill
-    running.decode.says("reserved", b"", b"")
-    running.decode.says("prefill_done", 0.0, 0.0, 0)
-    running.decode.says("tokens", delta(0, FinishReason.STOP))
-    await running.running
-    assert not running.prefill.asked.is_set()
-
-
 @pytest.mark.parametrize(
     ("first", "second"),
     [(Role.DECODE, Role.PREFILL), (Role.PREFILL, Role.DECODE)],
@@ -363,9 +340,16 @@ async def test_tokens_alone_say_that_the_prompt_is_computed(pair: Callable[..., 
     running.running.cancel()
 
 
-async def test_the_group_is_encoded_once_for_both_workers(pair: Callable[..., Pair]) -> None:
-    running = pair(resumed(0, 0, 0))
-    await running.get_to("prefill")
-    assert running.decode.group is running.prefill.group
-    assert [each.index for each in running.decode.group.choices] == [0, 1, 2]
-    running.running.cancel()
+async def test_a_pair_is_reported_once_to_have_decoded_and_once_to_have_ended(pair: Callable[..., Pair]) -> None:
+    for has_arrived in (False, True):
+        running = pair()
+        await running.get_to("decode" if has_arrived else "hand-off")
+        if has_arrived:
+            assert running.ends == []  # the first token is the prefill worker's
+            running.decode.says("tokens", delta(1))
+            running.decode.says("tokens", delta(2, FinishReason.STOP))
+            await running.running
+        running.running.cancel()
+        for _ in range(2):
+            running.attempt.release()
+        assert running.ends == ["decoded"] * has_arrived + [f"end, arrived: {has_arrived}"]

@@ -55,14 +55,6 @@ def output(raw: bytes, index: int = 0, finish: FinishReason | None = None, summa
 # --- one choice: order ---
 
 
-def test_the_end_counts_only_once_all_before_it_is_known(byte_tokenizer: Tokenizer) -> None:
-    made = choice(byte_tokenizer)
-    made.push(delta(b"b", 1, LENGTH))
-    assert made.finish_reason is None
-    made.push(delta(b"a"))
-    assert made.finish_reason is LENGTH
-
-
 def test_a_finish_reason_may_come_without_a_token(byte_tokenizer: Tokenizer) -> None:
     made = choice(byte_tokenizer)
     made.push(delta(b"a"))
@@ -175,17 +167,6 @@ def test_text_tokens_and_end_do_not_depend_on_how_tokens_were_grouped(
 # --- the reader ---
 
 
-async def test_the_last_tokens_leave_together_with_the_summary(byte_tokenizer: Tokenizer) -> None:
-    made = delivery(byte_tokenizer)
-    made.push(delta(b"ab"))
-    made.push(delta(b"c", 2, LENGTH))
-    reading = asyncio.create_task(made.get())
-    await asyncio.sleep(0)
-    assert not reading.done()
-    made.close(SUMMARY)
-    assert await reading == output(b"abc", 0, LENGTH, SUMMARY)
-
-
 async def test_tokens_that_wait_are_read_before_the_error(byte_tokenizer: Tokenizer) -> None:
     made = delivery(byte_tokenizer)
     made.push(delta(b"a"))
@@ -271,16 +252,6 @@ async def test_a_stop_string_ends_its_choice_alone_and_later_tokens_of_it_are_dr
     assert recorded.calls == [("TokensArrived", 2, 0), ("TokensArrived", 3, 1)]
     first = await made.get()
     assert (first.text, first.token_ids, first.matched_stop) == ("a", (97, 98), "b")
-
-
-async def test_of_all_choices_at_once_the_last_by_index_has_the_summary(byte_tokenizer: Tokenizer) -> None:
-    made = delivery(byte_tokenizer, 16)
-    for index in reversed(range(16)):
-        made.push(delta(b"ab", 0, LENGTH, index=index))
-    made.close(SUMMARY)
-    outputs = await made.get_all()
-    assert [each.index for each in outputs] == list(range(16))
-    assert [each.summary for each in outputs] == [None] * 15 + [SUMMARY]
 
 
 @given(st.integers(1, 16), st.data())

@@ -60,10 +60,6 @@ def test_skipped_tokens_have_no_text_and_do_not_pile_up(byte_tokenizer: Tokenize
     assert [detokenizer.step(each) for each in (TokenId(0xC3), *[EOS] * 1000, TokenId(0xA9))] == [*[""] * 1001, "é"]
 
 
-def test_special_tokens_may_be_kept(byte_tokenizer: Tokenizer) -> None:
-    assert "".join(stream(byte_tokenizer, [72, EOS])) == "H<eos>"
-
-
 def test_ids_that_the_tokenizer_does_not_have_are_no_text(byte_tokenizer: Tokenizer) -> None:
     assert "".join(stream(byte_tokenizer, [72, 9999, 105])) == "Hi"
 

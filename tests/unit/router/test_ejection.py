@@ -10,7 +10,6 @@ from router.ejection import (
     FIRST_BACKOFF_S,
     IN_A_ROW,
     MAX_BACKOFF_S,
-    MOST_OF_WINDOW,
     WINDOW,
     Ejections,
 )
@@ -22,24 +21,6 @@ P, Q, D, E = (Incarnation(name) for name in "pqde")
 def fail(ejections: Ejections, now_s: float, times: int = IN_A_ROW) -> None:
     for _ in range(times):
         ejections.failed(P, now_s)
-
-
-def test_a_few_failures_in_a_row_set_aside_and_a_success_between_them_does_not() -> None:
-    ejections = Ejections()
-    fail(ejections, 0.0, IN_A_ROW - 1)
-    ejections.succeeded(P)
-    fail(ejections, 0.0, IN_A_ROW - 1)
-    assert ejections.burden(P, 0.0) == 0
-    assert ejections.failed(P, 0.0) == FIRST_BACKOFF_S
-    assert ejections.burden(P, 0.0) == 1
-
-
-def test_every_second_failure_sets_aside_as_well() -> None:
-    ejections = Ejections()
-    for _ in range(MOST_OF_WINDOW - 1):
-        assert ejections.failed(P, 0.0) is None
-        ejections.succeeded(P)
-    assert ejections.failed(P, 0.0) == FIRST_BACKOFF_S
 
 
 def test_one_failure_in_many_is_forgotten() -> None:

@@ -71,20 +71,6 @@ async def test_work_that_its_caller_left_keeps_the_thread_and_counts_until_it_is
     assert lane.size == 0
 
 
-async def test_large_work_leaves_a_thread_to_small_work() -> None:
-    lane, may_go_on, done = Lane("test", 2, large=10), threading.Event(), []
-    large = [asyncio.create_task(lane.run(11 + number, may_go_on.wait)) for number in range(3)]
-    await asyncio.sleep(0)
-    for size in (10, 9):
-        await asyncio.wait_for(lane.run(size, noting(done, size)), 20)
-    assert done == [10, 9]
-
-    may_go_on.set()
-    await asyncio.gather(*large)
-    assert lane.size == 0
-    lane.close()
-
-
 async def test_what_work_raises_comes_out_and_the_next_goes_on(lane: Lane) -> None:
     with pytest.raises(ZeroDivisionError):
         await lane.run(1, lambda: 1 // 0)

@@ -219,9 +219,3 @@ def test_a_refusal_marks_the_span_of_its_call(recorded: RecordedSpans) -> None:
     with recorded.tracer.start_as_current_span("call"):
         RequestSpans(recorded.tracer, "demo").hear(RequestRefused(Overloaded("full")))
     assert recorded.attributes("call") == {"tandem.error.reason": "QUEUE_FULL"}
-
-
-@pytest.mark.parametrize("end", [DONE, RequestEnded(0), RequestEnded(0, error=Overloaded("full"))])
-def test_every_end_leaves_no_span_open(recorded: RecordedSpans, end: RequestEnded) -> None:
-    begin(recorded).hear(end)
-    assert sorted(recorded.names) == ["generate", "queue"]

@@ -193,13 +193,6 @@ def test_turned_away_at_the_door_or_by_admission_is_refused_and_no_outcome(scene
     assert scene.value("tandem_requests_total", outcome="failed") == 0
 
 
-def test_a_prompt_counts_once_though_its_search_is_replayed_before_it_tells_a_token(scene: Scene) -> None:
-    request = scene.request(num_prompt_tokens=12)
-    for _ in range(2):
-        request.hear(PromptComputed(0.1, 0.1, 0))
-    assert scene.value("tandem_prompt_tokens_total") == 12
-
-
 def test_a_replay_counts_as_a_move_and_its_prompt_only_once(scene: Scene) -> None:
     request = scene.request(num_prompt_tokens=12)
     request.hear(Placed(worker(Role.PREFILL), worker(Role.DECODE), PlacementReason.REMOTE_STATIC, PrefixAt.NOWHERE))

@@ -184,10 +184,6 @@ def test_no_more_choices_are_returned_than_there_are_beams() -> None:
     assert refused.value.field == "sampling.n"
 
 
-def test_several_greedy_choices_are_allowed(info: CheckpointInfo) -> None:
-    assert resolve(Options(n=4, temperature=0.0), info)[0].temperature == 0.0
-
-
 @pytest.mark.parametrize(
     ("options", "constraint"),
     [

@@ -50,15 +50,3 @@ def test_no_more_is_held_back_than_the_longest_tail_that_may_become_a_stop(text:
     tails = (text[cut:] for cut in range(len(text) + 1))
     longest = next(tail for tail in tails if any(stop.startswith(tail) for stop in stops) or not tail)
     assert shown + longest == text
-
-
-def test_the_stop_that_ends_first_wins_over_the_one_that_begins_first() -> None:
-    assert run(["xabcdef"], ("abcdef", "cd"), include_stop=False) == ("xab", "cd")
-
-
-def test_of_two_stops_that_end_together_the_longer_is_cut() -> None:
-    assert run(["xabc"], ("c", "abc"), include_stop=False) == ("x", "abc")
-
-
-def test_a_stop_may_straddle_pieces_and_be_kept() -> None:
-    assert run(["one E", "N", "D two"], ("END",), include_stop=True) == ("one END", "END")

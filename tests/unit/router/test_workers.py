@@ -9,8 +9,8 @@ from router.ejection import FIRST_BACKOFF_S, IN_A_ROW
 from router.placement import Demand, Obstacle
 from router.prefix_map import Prefix
 from router.workers import Workers
-from tandem.errors import HandshakeMismatch, InvalidRequest, Reason, Unavailable
-from tandem.types import Incarnation, Role, WorkerId, WorkerInfo
+from tandem.errors import InvalidRequest, Reason, Unavailable
+from tandem.types import Incarnation, Role, WorkerInfo
 from tests.manual_clock import ManualClock
 
 LEASE_S, STALL_S = 5.0, 30.0
@@ -79,20 +79,6 @@ def test_time_in_which_the_router_stood_still_is_nobodys_silence(
     assert not workers.views()
 
 
-def test_a_new_incarnation_replaces_the_old_at_once_and_for_good(
-    workers: Workers, events: list[tuple[str, str]], info: Any, load: Any
-) -> None:
-    old = info(Role.DECODE, "d")
-    new = replace(old, incarnation=Incarnation("d-life-2"))
-    workers.register(old)
-    workers.register(new)
-    assert events == [("added", "d-life-1"), ("lost", "d-life-1"), ("added", "d-life-2")]
-    with pytest.raises(Unavailable, match="newer incarnation"):
-        workers.heartbeat(old, load())
-    workers.deregister(old)
-    assert [view.info for view in workers.views()] == [new]
-
-
 def test_a_worker_whose_name_another_process_used_is_back_once_that_one_is_gone(
     workers: Workers, events: list[tuple[str, str]], info: Any, load: Any
 ) -> None:
@@ -110,31 +96,6 @@ def test_a_worker_whose_name_another_process_used_is_back_once_that_one_is_gone(
     workers.heartbeat(mine, load())
     assert [view.info for view in workers.views()] == [mine]
     assert [name for name, _ in events] == ["added", "lost"] * 3 + ["added"]
-
-
-def test_a_name_belongs_to_the_identity_that_registered_it_until_that_is_gone(
-    workers: Workers, info: Any, load: Any
-) -> None:
-    mine = info(Role.DECODE, "d")
-    stranger = replace(mine, incarnation=Incarnation("d-life-2"))
-    workers.heartbeat(mine, load(), "ours")
-    for claim in (stranger, mine):
-        with pytest.raises(Unavailable, match="worker d is registered by another identity") as told:
-            workers.heartbeat(claim, load(), "theirs")
-        assert told.value.reason is Reason.WORKER_ID_TAKEN
-    assert [view.info for view in workers.views()] == [mine]
-    workers.deregister(mine)
-    workers.heartbeat(stranger, load(), "theirs")
-    assert [view.info for view in workers.views()] == [stranger]
-
-
-@pytest.mark.parametrize("field", ["model", "config_fingerprint"])
-def test_another_model_is_refused_by_field(
-    workers: Workers, events: list[tuple[str, str]], info: Any, field: str
-) -> None:
-    with pytest.raises(HandshakeMismatch, match=field):
-        workers.register(info(Role.DECODE, "d", **{field: "other"}))
-    assert not events
 
 
 def test_a_worker_that_holds_no_sequence_is_refused(workers: Workers, info: Any) -> None:
@@ -212,16 +173,6 @@ async def test_a_prompt_that_another_worker_computes_is_not_in_line_where_it_dec
     assert placed.placement.prefill == pair[0]
     assert {view.info.worker_id: view.queued_tokens for view in workers.views()} == {"p": 100, "e": 1000}
     assert {view.info.worker_id: view.assigned_tokens for view in workers.views()} == {"p": 100, "e": 100}
-
-
-def test_an_order_to_drain_needs_a_known_worker(workers: Workers, info: Any) -> None:
-    with pytest.raises(InvalidRequest, match="worker_id"):
-        workers.order_drain(WorkerId("d"))
-    worker = info(Role.DECODE, "d")
-    workers.register(worker)
-    assert not workers.drain_ordered(worker)
-    assert workers.order_drain(WorkerId("d")) == worker
-    assert workers.drain_ordered(worker)
 
 
 async def test_what_still_is_with_the_prefill_worker_counts_for_decode_beyond_its_heartbeats(
