@@ -38,8 +38,7 @@ from worker.budget import ChunkBudget
 from worker.ports import Destination, RouterPort, TokenColumns, TokenExtra, WorkerParts
 from worker.releases import BlockReleases
 from worker.request import Request
-from worker.source import BatchedStep, Owner, Pair
-from worker.waits import Wait
+from worker.source import BatchedStep, Owner, Pair, Wait
 
 
 class Decodes:

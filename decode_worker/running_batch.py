@@ -26,8 +26,7 @@ from worker.admission import Forecast, note_overtaken, turn_of
 from worker.budget import ChunkBudget
 from worker.releases import BlockReleases
 from worker.request import Request
-from worker.source import BatchedStep
-from worker.waits import Wait
+from worker.source import BatchedStep, Wait
 
 
 class RunningBatch:

@@ -79,7 +79,7 @@ def _seat_order(request: Request) -> bool:
 
 
 class StepPlanner:
-    """Plans one step."""
+    """Plans a step."""
 
     def __init__(
         self,

@@ -3,10 +3,13 @@
     rows      decodes, as columns: each computes its newest token and draws the next one
     chunks    shares of prompts, an object each; the last one of a prompt draws each choice's first token
 
-A step is launched once and ends once. Two may be in flight: rows of the second may take as their input
-what the first draws (`DecodeRows.feeds`). The order within a step is
+Rows may take as their input what the step launched just before draws (`DecodeRows.feeds`). The order within a step is
 
     moves out of the pool → moves into it → block copies → KV and logits of all seqs → draws
+
+The control loop launches a step (`engine_thread`), which ends once, with a result or an error. Two may be in flight;
+a step that is fed by a failed one fails. A broken row of logits fails its own draw alone. The engine frees nothing: the
+planner of the steps frees a block once the last launched step that touches the block has ended.
 """
 
 from __future__ import annotations

@@ -35,8 +35,7 @@ from worker.plan import share_tokens
 from worker.ports import WorkerParts
 from worker.releases import BlockReleases
 from worker.request import Request
-from worker.source import BatchedStep, Owner, Sources
-from worker.waits import Wait
+from worker.source import BatchedStep, Owner, Sources, Wait
 
 
 class Prompts:

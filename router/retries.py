@@ -30,7 +30,7 @@ class RetryPolicy:
     """Wait for a pair of workers to be there: as long as a worker takes to be replaced."""
     silence_s: float = 120.0
     """Longest time without a word about a request from one of the workers that hold it. Where it waits, they say so
-    every few seconds (`worker.waits`)."""
+    every few seconds (`worker.core`)."""
     progress_tokens: int = 16
     """New tokens of one choice by which a pair that failed was still a good one: tries are counted from 0 again.
 

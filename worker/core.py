@@ -15,7 +15,9 @@ All calls on the loop; none awaits but `run` and `drained`. Knows no gRPC.
 from __future__ import annotations
 
 import asyncio
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 
 from engine.guides import Guide
@@ -32,24 +34,28 @@ from tandem.errors import (
     Unavailable,
     UnsupportedOption,
 )
-from tandem.types import GroupSpec, Handle, WorkerLoad
+from tandem.types import GroupSpec, Handle, WaitReason, WorkerLoad
 from worker.budget import ChunkBudget
 from worker.ports import Destination, RouterPort, WorkerParts
 from worker.releases import BlockReleases
 from worker.request import Request
-from worker.source import Owner, Source, Sources
+from worker.source import Owner, Source, Sources, Wait
 from worker.steps import StepLoop
-from worker.ticker import ticking
-from worker.waits import REPORT_S, Wait, report_waits
 
 _log = get_logger(__name__)
 
 TICK_S = 0.05
 """Between two looks at deadlines."""
+REPORT_S = 5.0
+"""Between two reports of requests that wait: a small part of the silence after which a router tries elsewhere
+(`RetryPolicy.silence_s`)."""
 
 
 class Worker:
-    """A `worker.ports.WorkerCore`, and the `Owner` of its sources."""
+    """What a process serves to routers, and the `Owner` of its sources. Answers through the session.
+
+    A TandemError raised by `reserve` or `prefill` becomes the request's `failed`; nothing is held then.
+    """
 
     def __init__(
         self,
@@ -74,7 +80,7 @@ class Worker:
         self._idle = asyncio.Event()
         self._idle.set()
 
-    # --- from routers (WorkerCore) ---
+    # --- from routers ---
 
     def reserve(
         self,
@@ -84,7 +90,11 @@ class Worker:
         local_prefill: bool,
         max_local_tokens: int | None = None,
     ) -> None:
-        """Puts a request in line; `reserved` or `failed` follows. Raises what makes the worker refuse it."""
+        """Puts a request in line; `reserved` or `failed` follows. Raises what makes the worker refuse it.
+
+        With `local_prefill` it fails with PrefixNotHeld if the cache lacks more than `max_local_tokens` of what is to
+        be computed before every choice can draw.
+        """
         if self._decodes is None:
             raise InvalidRequest("reserve", "this is a prefill worker")
         request = self._new(self._decodes, session, handle, spec, None)
@@ -93,7 +103,10 @@ class Worker:
         self._follow_grammar(request)
 
     def prefill(self, session: RouterPort, handle: Handle, spec: GroupSpec, destination: str) -> None:
-        """Puts a prompt for another worker in line. Raises what makes this worker refuse it."""
+        """Puts a prompt for another worker in line, to be handed over to where `grant` says, which is at `destination`.
+
+        Raises what makes this worker refuse it.
+        """
         if self._prompts is None:
             raise InvalidRequest("prefill", "this is a decode worker")
         request = self._new(self._prompts, session, handle, spec, destination)
@@ -156,7 +169,7 @@ class Worker:
         self.changed()
 
     def grant(self, session: RouterPort, handle: Handle, ticket: bytes, kv_endpoint: bytes) -> None:
-        """Lets the hand-off of a prompt open; a no-op if the prompt has ended.
+        """Lets the hand-off of a prompt open, by what the decode worker minted; a no-op if the prompt has ended.
 
         Raises InvalidRequest, which ends the stream, on a worker that computes no prompts for others.
         """
@@ -167,7 +180,8 @@ class Worker:
             self._prompts.grant(request, ticket, kv_endpoint)
 
     def move(self, session: RouterPort, handle: Handle, to: Destination) -> None:
-        """Gives a running request to another worker; a request that cannot leave fails, to be replayed.
+        """Gives a running request to another worker; a request that cannot leave fails, to be replayed. Of each choice
+        fewer tokens are known there than the router was sent.
 
         Raises InvalidRequest, which ends the stream, on a worker that does not decode.
         """
@@ -195,11 +209,11 @@ class Worker:
         for request in [each for each in self._requests.values() if each.router is session]:
             self.end(request)
 
-    # --- from the process (WorkerCore) ---
+    # --- from the process ---
 
     async def run(self) -> None:
         """Steps and ticks until cancelled. Anything it raises is our own bug and the end of the process."""
-        with ticking(TICK_S, self.tick), ticking(REPORT_S, self.report_waits):
+        with _ticking(TICK_S, self.tick), _ticking(REPORT_S, self.report_waits):
             await self._steps.run()
 
     def tick(self) -> None:
@@ -211,8 +225,16 @@ class Worker:
             self.changed()
 
     def report_waits(self) -> None:
-        """Sends each router its requests that wait; a worker that drains also offers those that may leave."""
-        report_waits(self.waits())
+        """Sends each router its requests that wait; a worker that drains also offers those that may leave.
+
+        A message per router and reason: to wait is not to be forgotten.
+        """
+        handles: defaultdict[tuple[RouterPort, WaitReason], list[Handle]] = defaultdict(list)
+        for request, reason in self.waits():
+            handles[request.router, reason].append(request.handle)
+        for (router, reason), waiting in handles.items():
+            router.waiting(reason, waiting)
+            _log.debug("requests wait", reason=reason, num_requests=len(waiting))
         if self._draining and self._decodes is not None:
             self._decodes.drain(again=True)
 
@@ -298,3 +320,21 @@ class Worker:
                 reason=error.reason,
                 error=error.message,
             )
+
+
+@contextmanager
+def _ticking(interval_s: float, on_tick: Callable[[], None]) -> Iterator[None]:
+    """Ticks inside the `with`, first after one interval. A tick that raises is reported by the loop; the next comes."""
+    loop = asyncio.get_running_loop()
+    timer: asyncio.TimerHandle
+
+    def tick() -> None:
+        nonlocal timer
+        timer = loop.call_later(interval_s, tick)
+        on_tick()
+
+    timer = loop.call_later(interval_s, tick)
+    try:
+        yield
+    finally:
+        timer.cancel()

@@ -1,15 +1,15 @@
 """What meets around a worker's core: the process that serves it, the router that asked, the engine that computes.
 
-    process, stream ─▶ WorkerCore ─▶ StepEngine ─ engine thread
+    process, stream ─▶ worker.core ─▶ StepEngine ─ engine thread
     router ◀─ RouterPort ◀──┘
 
-Nothing here blocks or awaits but the result of a launched step, `run` and `drained`.
+Nothing here blocks or awaits but the result of a launched step.
 """
 
 from __future__ import annotations
 
 from asyncio import Future
-from collections.abc import Container, Iterable, Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
@@ -20,7 +20,7 @@ from engine.step import SampledToken, Step, StepResult
 from shell.clock import Clock
 from shell.telemetry.events import ProcessEvents, WorkerEvents
 from tandem.errors import TandemError
-from tandem.types import FinishReason, GroupSpec, Handle, TokenId, TokenLogprobs, WaitReason, WorkerLoad
+from tandem.types import FinishReason, Handle, TokenId, TokenLogprobs, WaitReason
 from tandem.validation import Validator
 
 
@@ -102,7 +102,7 @@ class RouterPort(Protocol):
         """Decode worker: there is room; ticket and endpoint are empty where the prompt is computed here."""
 
     def prefill_started(self, handle: Handle) -> None:
-        """Prefill worker: its first chunk is about to be computed. Answered by `WorkerCore.grant`, or a release."""
+        """Prefill worker: its first chunk is about to be computed. Answered by `Worker.grant`, or a release."""
 
     def prefill_done(self, handle: Handle, queue_s: float, prefill_s: float, cached_tokens: int = 0) -> None:
         """The prompt is computed, but for the first `cached_tokens` of it, whose KV was found here.
@@ -141,7 +141,7 @@ class RouterPort(Protocol):
     def leaving(self, handle: Handle) -> None:
         """Decode worker: it drains or is overloaded, and would hand this running request over.
 
-        Answered by `WorkerCore.move`.
+        Answered by `Worker.move`.
         """
 
     def waiting(self, reason: WaitReason, handles: Sequence[Handle]) -> None:
@@ -164,7 +164,7 @@ class StepEngine(Protocol):
         """Hands over a step; at most two may be in flight. The seqs' tables have been read when it returns.
 
         The result raises what the step raised, once the device no longer uses its blocks. It must not be cancelled:
-        wait with `engine.thread_work.to_the_end`, which does not end before the step.
+        wait with `shell.thread_work.to_the_end`, which does not end before the step.
         """
 
 
@@ -180,55 +180,3 @@ class WorkerParts:
     events: WorkerEvents = field(default_factory=ProcessEvents)
     guides: Guides | None = None
     """None = constraints are refused."""
-
-
-class WorkerCore(Protocol):
-    """The worker itself; called on the loop, answers through the session.
-
-    A TandemError raised by `reserve` or `prefill` becomes the request's `failed`; nothing is held then.
-    """
-
-    def reserve(
-        self,
-        session: RouterPort,
-        handle: Handle,
-        spec: GroupSpec,
-        local_prefill: bool,
-        max_local_tokens: int | None = None,
-    ) -> None:
-        """Decode worker: make room. With `local_prefill` it fails with PrefixNotHeld if the cache lacks more than
-        `max_local_tokens` of what is to be computed before every choice can draw.
-        """
-
-    def prefill(self, session: RouterPort, handle: Handle, spec: GroupSpec, destination: str) -> None:
-        """Prefill worker: compute the prompt, and hand it over to where `grant` says, which is at `destination`."""
-
-    def grant(self, session: RouterPort, handle: Handle, ticket: bytes, kv_endpoint: bytes) -> None:
-        """Prefill worker: where its KV goes, both as minted by the decode worker. A no-op for an unknown handle."""
-
-    def move(self, session: RouterPort, handle: Handle, to: Destination) -> None:
-        """Decode worker: gives a running request to another one; a no-op for an unknown handle.
-
-        Of each choice fewer tokens are known there than have been told.
-        """
-
-    def release(self, session: RouterPort, handle: Handle) -> None:
-        """Releases a request that its router no longer wants. Idempotent; the handle may be unknown."""
-
-    def router_lost(self, session: RouterPort) -> None:
-        """The stream ended: release all that this router asked for."""
-
-    async def run(self) -> None:
-        """Steps until cancelled. Any error ends the process."""
-
-    def drain(self) -> None:
-        """Takes no new work from now on. Idempotent."""
-
-    async def drained(self) -> None:
-        """Returns once nothing is held."""
-
-    def waits(self) -> Iterable[tuple[object, WaitReason]]:
-        """Requests that are held here and get no tokens now, and what each waits for."""
-
-    def load(self) -> WorkerLoad:
-        """What runs, waits and is held now."""

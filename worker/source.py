@@ -16,13 +16,14 @@ from typing import Protocol, TypeAlias
 from engine.sequence import Sequence
 from engine.step import DrawnTokens, SampledToken, Step
 from tandem.errors import TandemError
-from tandem.types import GroupSpec, Handle, WorkerLoad
+from tandem.types import GroupSpec, Handle, WaitReason, WorkerLoad
 from worker.ports import Destination, RouterPort
 from worker.request import Request
-from worker.waits import Wait
 
 Pair: TypeAlias = tuple[Request, Sequence]
 """A sequence that takes part in a step, and its request."""
+Wait: TypeAlias = tuple[Request, WaitReason]
+"""A request that is held here and gets no tokens now, and what the request waits for."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -33,7 +33,7 @@ from tandem.types import (
     TokenId,
     new_incarnation,
 )
-from tests.prefill_listener import RecordingRouter
+from tests.heard_router import HeardRouter
 from tests.receiving_pool import NUM_BLOCKS, Arrivals, Target
 from tests.worker_parts import parts_of
 from worker.core import Worker
@@ -95,7 +95,7 @@ class Rig:
 
     worker: Worker
     engine: CountedEngine
-    router: RecordingRouter
+    router: HeardRouter
     num_handles: int = 0
 
     def prefill(self, spec: GroupSpec, offer: Offer) -> Handle:
@@ -104,6 +104,9 @@ class Rig:
         self.worker.prefill(self.router, handle, spec, "decode-1")
         self.worker.grant(self.router, handle, offer.ticket, offer.endpoint)
         return handle
+
+    def first_tokens(self, handle: Handle) -> dict[int, TokenId]:
+        return {index: first.token_ids[0] for index, first in self.router.firsts[handle].items()}
 
     async def settles(self) -> None:
         async with asyncio.timeout(DEADLINE_S):
@@ -127,7 +130,7 @@ async def make_rig(engine: Engine) -> AsyncIterator[Callable[..., Rig]]:
         sizes = {"max_seqs": 8, "chunk_tokens": CHUNK_TOKENS, "max_tokens": max_tokens, "vocab_size": VOCAB_SIZE}
         parts = parts_of(counted, engine.cache, **sizes)
         worker = new_prefill_worker(parts, sender)
-        rigs.append((Rig(worker, counted, RecordingRouter()), asyncio.create_task(worker.run())))
+        rigs.append((Rig(worker, counted, HeardRouter()), asyncio.create_task(worker.run())))
         return rigs[-1][0]
 
     yield make
@@ -174,11 +177,11 @@ async def test_received_blocks_equal_a_directly_computed_prompt_byte_for_byte(
     for num_tokens in (1, 15, 16, 17, 63, 64, 65, 200):
         spec, landing = spec_of(num_tokens, temperature=1.0), target.reserve(num_tokens)
         handle = rig.prefill(spec, landing.offer)
-        await rig.router.arrivals.until(lambda handle=handle: handle in rig.router.num_bytes)
+        await rig.router.until(lambda handle=handle: handle in rig.router.handoffs)
         blocks, first_tokens = computed_directly(engine, spec)
         assert target.block_bytes(landing) == blocks, num_tokens
-        assert landing.first_tokens == first_tokens == rig.router.first_tokens[handle]
-        assert rig.router.num_bytes[handle] == len(blocks)
+        assert landing.first_tokens == first_tokens == rig.first_tokens(handle)
+        assert rig.router.handoffs[handle][0] == len(blocks)
         target.let_go(landing)
     await rig.settles()
 
@@ -192,11 +195,11 @@ async def test_a_prompt_whose_blocks_are_found_arrives_as_one_that_is_computed(
     for spec, num_computed in zip(turns, (200, 8, 58), strict=True):
         landing = target.reserve(spec.num_prompt_tokens)
         handle = rig.prefill(spec, landing.offer)
-        await rig.router.arrivals.until(lambda handle=handle: handle in rig.router.num_bytes)
+        await rig.router.until(lambda handle=handle: handle in rig.router.handoffs)
         assert rig.router.cached_tokens[handle] == spec.num_prompt_tokens - num_computed
         blocks, first_tokens = computed_directly(engine, spec)
         assert target.block_bytes(landing) == blocks
-        assert landing.first_tokens == first_tokens == rig.router.first_tokens[handle]
+        assert landing.first_tokens == first_tokens == rig.first_tokens(handle)
         target.let_go(landing)
     await rig.settles()
 
@@ -213,7 +216,7 @@ async def test_a_prompt_that_was_released_at_any_chunk_is_found_as_far_as_it_was
     await rig.settles()
     landing = target.reserve(spec.num_prompt_tokens)
     again = rig.prefill(spec, landing.offer)
-    await rig.router.arrivals.until(lambda: again in rig.router.num_bytes)
+    await rig.router.until(lambda: again in rig.router.handoffs)
     assert rig.router.cached_tokens[again] >= num_steps * CHUNK_TOKENS
     blocks, first_tokens = computed_directly(engine, spec)
     assert (target.block_bytes(landing), landing.first_tokens) == (blocks, first_tokens)
@@ -228,10 +231,10 @@ async def test_only_the_blocks_that_an_offer_asks_for_travel(
     rig, spec, first_block = make_rig(transport), spec_of(200), 5
     landing = target.reserve(200, first_block)
     handle = rig.prefill(spec, landing.offer)
-    await rig.router.arrivals.until(lambda: handle in rig.router.num_bytes)
+    await rig.router.until(lambda: handle in rig.router.handoffs)
     blocks, first_tokens = computed_directly(engine, spec)
     assert target.block_bytes(landing) == blocks[first_block * engine.layout.block_bytes :]
-    assert rig.router.num_bytes[handle] == len(blocks) - first_block * engine.layout.block_bytes
+    assert rig.router.handoffs[handle][0] == len(blocks) - first_block * engine.layout.block_bytes
     assert landing.first_tokens == first_tokens
     target.let_go(landing)
     await rig.settles()
@@ -242,12 +245,12 @@ async def test_each_choice_draws_the_token_that_a_request_with_its_seed_draws(
 ) -> None:
     rig, spec, landing = make_rig(), spec_of(90, seed=7, temperature=1.0, n=8), target.reserve(90)
     handle = rig.prefill(spec, landing.offer)
-    await rig.router.arrivals.until(lambda: handle in rig.router.num_bytes)
+    await rig.router.until(lambda: handle in rig.router.handoffs)
     alone = {}
     for index in range(8):
         single = replace(spec, sampling=replace(spec.sampling, seed=7 + index), choices=(ChoiceSpec(0),))
         alone[index] = computed_directly(engine, single)[1][0]
-    assert landing.first_tokens == rig.router.first_tokens[handle] == alone
+    assert landing.first_tokens == rig.first_tokens(handle) == alone
     assert len(set(alone.values())) > 1
     assert rig.engine.num_steps == 2
     target.let_go(landing)
@@ -261,7 +264,7 @@ async def test_prompts_in_one_ragged_batch_give_the_tokens_they_give_alone(
     specs = [spec_of(num_tokens) for num_tokens in (3, 40, 90, 7, 16, 33, 1, 130, 64, 5)]
     landings = [target.reserve(spec.num_prompt_tokens) for spec in specs]
     handles = [rig.prefill(spec, landing.offer) for spec, landing in zip(specs, landings, strict=True)]
-    await rig.router.arrivals.until(lambda: len(rig.router.num_bytes) == len(handles))
+    await rig.router.until(lambda: len(rig.router.handoffs) == len(handles))
     for spec, landing in zip(specs, landings, strict=True):
         assert landing.first_tokens == computed_directly(engine, spec)[1]
         target.let_go(landing)
@@ -279,14 +282,14 @@ async def test_released_at_any_chunk_both_pools_come_back(
     rig.worker.release(rig.router, handle)
     target.receiver.withdraw(landing.offer.transfer_id)
     await rig.settles()
-    assert rig.router.num_bytes == rig.router.errors == {}
+    assert rig.router.handoffs == rig.router.errors == {}
     await target.arrivals.until(lambda: target.pool.num_free == NUM_BLOCKS)
 
 
 async def test_released_during_the_transfer_both_pools_come_back(target: Target, make_rig: Callable[..., Rig]) -> None:
     rig, landing = make_rig(), target.reserve(100)
     handle = rig.prefill(spec_of(100), landing.offer)
-    await rig.router.arrivals.until(lambda: handle in rig.router.first_tokens)
+    await rig.router.until(lambda: handle in rig.router.first_tokens)
     rig.worker.release(rig.router, handle)
     await rig.settles()
     target.receiver.withdraw(
@@ -304,7 +307,7 @@ async def test_a_receiver_that_goes_fails_the_prompt_as_retryable(engine: Engine
     landing = gone.reserve(4 * CHUNK_TOKENS)
     handle = rig.prefill(spec_of(4 * CHUNK_TOKENS), landing.offer)
     await gone.receiver.stop()
-    await rig.router.arrivals.until(lambda: handle in rig.router.errors)
+    await rig.router.until(lambda: handle in rig.router.errors)
     assert isinstance(rig.router.errors[handle], TransferError)
     assert rig.router.errors[handle].retryable
     await rig.settles()
@@ -317,7 +320,7 @@ async def test_another_model_is_refused_before_a_byte_moves(engine: Engine, make
     await other.receiver.start()
     landing = other.reserve(20)
     handle = rig.prefill(spec_of(20), landing.offer)
-    await rig.router.arrivals.until(lambda: handle in rig.router.errors)
+    await rig.router.until(lambda: handle in rig.router.errors)
     assert "model" in rig.router.errors[handle].message
     await rig.settles()
     await other.receiver.stop()
@@ -332,7 +335,7 @@ async def test_a_ticket_that_is_none_fails_its_prompt_alone(
     rig, landing = make_rig(), target.reserve(20)
     bad = rig.prefill(spec_of(20), Offer("", ticket, landing.offer.endpoint))
     good = rig.prefill(spec_of(20), landing.offer)
-    await rig.router.arrivals.until(lambda: good in rig.router.num_bytes and bad in rig.router.errors)
+    await rig.router.until(lambda: good in rig.router.handoffs and bad in rig.router.errors)
     assert isinstance(rig.router.errors[bad], TransferError)
     await rig.settles()
     target.let_go(landing)
@@ -343,7 +346,7 @@ async def test_a_ticket_for_fewer_blocks_than_the_prompt_has_fails(
 ) -> None:
     rig, landing = make_rig(), target.reserve(16)
     handle = rig.prefill(spec_of(40), landing.offer)
-    await rig.router.arrivals.until(lambda: handle in rig.router.errors)
+    await rig.router.until(lambda: handle in rig.router.errors)
     assert isinstance(rig.router.errors[handle], TransferError)
     await rig.settles()
     await target.arrivals.until(lambda: target.pool.num_free == NUM_BLOCKS)

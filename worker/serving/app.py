@@ -39,7 +39,8 @@ from tandem.errors import ConfigError
 from tandem.security.credentials import Security
 from tandem.types import Incarnation, Role, WorkerId, WorkerInfo, new_incarnation
 from tandem.validation import Validator
-from worker.ports import WorkerCore, WorkerParts
+from worker.core import Worker
+from worker.ports import WorkerParts
 from worker.serving.cache_reports import CacheListeners, CacheReports
 from worker.serving.kv_events import KvEvents
 from worker.serving.metrics import WorkerMetrics, cache_readings, load_readings, wait_readings
@@ -151,7 +152,7 @@ class Foundation:
             max_seqs=engine.sizes.max_seqs,
         )
 
-    async def serve(self, core: WorkerCore, info: WorkerInfo, stop: StopSignal, cache: PrefixCache) -> None:
+    async def serve(self, core: Worker, info: WorkerInfo, stop: StopSignal, cache: PrefixCache) -> None:
         """Serves until a stop is asked for, then drains. Raises ConfigError if an address cannot be had."""
         self.metrics.add_reader(lambda: load_readings(self.role, core.load()))
         self.metrics.add_reader(lambda: wait_readings(core.waits()))

@@ -28,7 +28,7 @@ from tandem import __version__
 from tandem.security.credentials import Security
 from tandem.types import Incarnation, WorkerInfo, WorkerLoad
 from tandem.v1 import worker_pb2_grpc
-from worker.ports import WorkerCore
+from worker.core import Worker
 from worker.serving.announcer import Announcer
 from worker.serving.cache_reports import CacheReports
 from worker.serving.service import SERVICE_NAME, WorkerServicer
@@ -65,7 +65,7 @@ class WorkerProcess:
     def __init__(
         self,
         config: WorkerConfig,
-        core: WorkerCore,
+        core: Worker,
         incarnation: Incarnation,
         metrics: Metrics,
         reports: CacheReports | None = None,

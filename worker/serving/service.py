@@ -19,7 +19,8 @@ from tandem.errors import InternalError, InvalidRequest, TandemError
 from tandem.token_ids import TokenIds
 from tandem.types import GroupSpec, Handle, Incarnation
 from tandem.v1 import worker_pb2, worker_pb2_grpc
-from worker.ports import Destination, WorkerCore
+from worker.core import Worker
+from worker.ports import Destination
 from worker.serving.cache_reports import CacheReports
 from worker.serving.router_session import RouterSession
 
@@ -36,7 +37,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
 
     def __init__(
         self,
-        core: WorkerCore,
+        core: Worker,
         incarnation: Incarnation,
         reports: CacheReports | None = None,
         hello_timeout_s: float = _HELLO_TIMEOUT_S,

@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator, Callable, Collection, Iterator, Seque
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -18,29 +19,24 @@ from decode_worker.worker import new_decode_worker
 from engine.block_pool import BlockPool
 from engine.guides import Guides
 from engine.loading import Engine, EngineRole, load_engine
-from engine.step import SampledToken
 from kvtransfer.base import Fingerprints, PoolMemory
 from kvtransfer.receiver import KvReceiver
 from kvtransfer.transports import SHM, TCP
 from shell.clock import MonotonicClock
 from shell.config import DecodeConfig, WorkerConfig
-from tandem.errors import TandemError
 from tandem.option_values import SizedFolder
 from tandem.types import (
     ChoiceSpec,
-    FinishReason,
     GroupSpec,
     Handle,
     RequestId,
     SamplingParams,
     TokenId,
-    TokenLogprobs,
-    WaitReason,
     new_incarnation,
 )
+from tests.heard_router import HeardRouter
 from tests.worker_parts import parts_of
 from worker.core import Worker
-from worker.ports import RouterPort
 
 WAIT_S = 60.0
 
@@ -134,88 +130,17 @@ def load_tiny_engine(tiny_llama: Path, tmp_path: Path) -> Iterator[Callable[...,
 
 
 @dataclass(eq=False)
-class Router(RouterPort):
-    """Collects what the worker says."""
+class Router(HeardRouter):
+    """Hears of a prompt before its first tokens, and sees how many blocks are in use."""
 
-    pool: BlockPool
-    tickets: dict[Handle, tuple[bytes, bytes]] = field(default_factory=dict)
-    choices: dict[tuple[Handle, int], list[TokenId]] = field(default_factory=dict)
-    first_offsets: dict[tuple[Handle, int], int] = field(default_factory=dict)
-    num_running: dict[Handle, int] = field(default_factory=dict)
-    """Choices of each handle that have not finished."""
+    pool: BlockPool = field(kw_only=True)
     most_live_blocks: int = 0
     """Of the decode worker's pool, whenever a token came."""
-    started: list[Handle] = field(default_factory=list)
-    prompt_scores: dict[Handle, list[TokenLogprobs]] = field(default_factory=dict)
-    prefilled: list[Handle] = field(default_factory=list)
-    handed_off_bytes: dict[Handle, int] = field(default_factory=dict)
-    leaving_handles: set[Handle] = field(default_factory=set)
-    errors: dict[Handle, TandemError] = field(default_factory=dict)
-    _news: asyncio.Event = field(default_factory=asyncio.Event)
 
-    @property
-    def ended(self) -> set[Handle]:
-        """Handles all of whose choices have finished."""
-        return {handle for handle, count in self.num_running.items() if not count}
-
-    def completions(self, handle: Handle) -> list[list[TokenId]]:
-        """Of all choices, by index."""
-        return [tokens for (of, _), tokens in sorted(self.choices.items()) if of == handle]
-
-    def reserved(self, handle: Handle, ticket: bytes = b"", kv_endpoint: bytes = b"", held_tokens: int = 0) -> None:
-        self.tickets[handle] = (ticket, kv_endpoint)
-        self._news.set()
-
-    def prefill_started(self, handle: Handle) -> None:
-        self.started.append(handle)
-        self._news.set()
-
-    def waiting(self, reason: WaitReason, handles: Sequence[Handle]) -> None:
-        """Not looked at here."""
-
-    def prefill_done(self, handle: Handle, queue_s: float, prefill_s: float, cached_tokens: int = 0) -> None:
-        self.prefilled.append(handle)
-
-    def token(
-        self,
-        handle: Handle,
-        index: int,
-        offset: int,
-        token: SampledToken,
-        finish_reason: FinishReason | None,
-        score: float | None = None,
-    ) -> None:
-        assert handle in self.prefilled, "told before the first tokens"
-        tokens = self.choices.setdefault((handle, index), [])
-        assert offset == self.first_offsets.get((handle, index), 0) + len(tokens), "a token was lost or repeated"
-        tokens.append(token.token_id)
-        self.num_running[handle] -= finish_reason is not None
+    def token(self, handle: Handle, *args: Any) -> None:
+        assert handle in self.cached_tokens, "told before the first tokens"
+        super().token(handle, *args)
         self.most_live_blocks = max(self.most_live_blocks, self.pool.counts().live)
-        self._news.set()
-
-    def leaving(self, handle: Handle) -> None:
-        self.leaving_handles.add(handle)
-        self._news.set()
-
-    def handoff_done(self, handle: Handle, num_bytes: int, seconds: float) -> None:
-        self.handed_off_bytes[handle] = num_bytes
-        self._news.set()
-
-    def prompt_logprobs(self, handle: Handle, offset: int, logprobs: Sequence[TokenLogprobs]) -> None:
-        told = self.prompt_scores.setdefault(handle, [])
-        assert handle not in self.prefilled
-        assert offset == 1 + len(told), "one was lost or repeated"
-        told += logprobs
-
-    def failed(self, handle: Handle, error: TandemError) -> None:
-        self.errors[handle] = error
-        self._news.set()
-
-    async def until(self, holds: Callable[[], object]) -> None:
-        async with asyncio.timeout(WAIT_S):
-            while not holds():
-                self._news.clear()
-                await self._news.wait()
 
 
 @dataclass
@@ -241,7 +166,8 @@ class Bench:
         """The router waits for its choices from now on."""
         handle = Handle(self.num_handles)
         self.num_handles += 1
-        self.router.num_running[handle] = len(spec.choices)
+        self.router.num_choices[handle] = len(spec.choices)
+        self.router.first_offsets |= {(handle, choice.index): 0 for choice in spec.choices}
         return handle
 
     async def finish(self, handles: Collection[Handle]) -> None:
@@ -303,7 +229,7 @@ def open_bench(load_tiny_engine: Callable[..., Engine]) -> Callable[..., object]
         await receiver.start()
         running = asyncio.create_task(worker.run())
         try:
-            yield Bench(worker, engine, Router(engine.pool))
+            yield Bench(worker, engine, Router(pool=engine.pool))
             async with asyncio.timeout(WAIT_S):
                 await worker.drained()
             worker.check_idle()

@@ -102,9 +102,9 @@ async def test_of_a_next_turn_only_what_is_lacking_travels(
         turn = replace(spec, prompt_token_ids=(*spec.prompt_token_ids, *said, *spec.prompt_token_ids[:9]))
         ((answer,),) = await hand_off(bench, prefill, [turn])
         assert answer == reference(turn)
-        await bench.router.until(lambda: len(bench.router.handed_off_bytes) == 2)
+        await bench.router.until(lambda: len(bench.router.handoffs) == 2)
         num_lacked = -(-66 // block_size) - 56 // block_size  # of the last token said, nothing was computed
-        assert bench.router.handed_off_bytes[Handle(1)] == num_lacked * bench.engine.layout.block_bytes
+        assert bench.router.handoffs[Handle(1)][0] == num_lacked * bench.engine.layout.block_bytes
 
 
 @pytest.mark.parametrize("transport", ["shm", "tcp"])
@@ -145,15 +145,15 @@ async def hand_off(bench: Any, prefill: Worker, specs: list[GroupSpec]) -> list[
             lambda: (
                 router.errors
                 or {*router.started} & handles.keys() - reserved
-                or router.tickets.keys() & reserved - granted
+                or router.grants.keys() & reserved - granted
             )
         )
         assert not router.errors
         for handle in {*router.started} & handles.keys() - reserved:
             bench.worker.reserve(router, handle, handles[handle], local_prefill=False)
             reserved.add(handle)
-        for handle in router.tickets.keys() & reserved - granted:
-            prefill.grant(router, handle, *router.tickets[handle])
+        for handle in router.grants.keys() & reserved - granted:
+            prefill.grant(router, handle, *router.grants[handle])
             granted.add(handle)
     await bench.finish(handles)
     return [router.completions(handle) for handle in handles]
@@ -193,8 +193,8 @@ async def opened_by_child(bench: Any, spec: GroupSpec, transport: str) -> AsyncI
     """Reserves, and lets a child process show the ticket and write one block."""
     warm_up()
     handle = bench.reserve(spec, local_prefill=False)
-    await bench.router.until(lambda: handle in bench.router.tickets)
-    ticket, endpoint = bench.router.tickets[handle]
+    await bench.router.until(lambda: handle in bench.router.grants)
+    ticket, endpoint = bench.router.grants[handle]
     child = idle_writer(transport, ticket, endpoint, Fingerprints(bench.engine.model.fingerprint, bench.engine.layout))
     try:
         assert await child.hear() == OPENED
@@ -206,5 +206,5 @@ async def opened_by_child(bench: Any, spec: GroupSpec, transport: str) -> AsyncI
 async def everything_free(bench: Any, make_spec: MakeSpec) -> None:
     """Waits for every block: a sequence that needs them all is let in only then."""
     whole_pool = bench.reserve(make_spec(64 * BLOCK_SIZE - 1, 1), local_prefill=False)
-    await bench.router.until(lambda: whole_pool in bench.router.tickets)
+    await bench.router.until(lambda: whole_pool in bench.router.grants)
     bench.worker.release(bench.router, whole_pool)

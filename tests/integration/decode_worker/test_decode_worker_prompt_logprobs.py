@@ -52,8 +52,8 @@ async def test_each_prompt_of_a_ragged_batch_is_scored(
     async with open_bench(block_size, num_blocks, chunk_tokens=chunk_tokens) as bench:
         answers = await bench.complete(specs)
         assert answers == [[reference(spec)] * len(spec.choices) for spec in specs]
-        assert [bench.router.prompt_scores.get(handle, []) for handle in bench.router.prefilled] == [
-            expected(specs[handle]) for handle in bench.router.prefilled
+        assert [bench.router.prompt_scores.get(handle, []) for handle in bench.router.cached_tokens] == [
+            expected(specs[handle]) for handle in bench.router.cached_tokens
         ]
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 import pytest
 
@@ -17,7 +17,6 @@ from engine.block_pool import BlockPool
 from engine.engine_thread import EngineBroken
 from engine.host_tier import HostTier
 from engine.prefix_cache import PrefixCache
-from engine.step import SampledToken
 from kvtransfer.base import BlockRef, HandoffListener, Offer
 from shell.config import DecodeConfig
 from tandem.errors import TandemError, TransferError
@@ -30,16 +29,14 @@ from tandem.types import (
     RequestId,
     SamplingParams,
     TokenId,
-    TokenLogprobs,
-    WaitReason,
 )
+from tests.heard_router import HeardRouter
 from tests.manual_clock import ManualClock
 from tests.recorded_events import RecordedWorker
 from tests.token_engine import VOCAB_SIZE, WAIT_S, FakeEngine, candidates, expected_tokens, next_token
 from tests.worker_parts import parts_of
 from worker import admission
 from worker.core import Worker
-from worker.ports import RouterPort
 
 
 @dataclass
@@ -101,101 +98,6 @@ class FakeReceiver:
         self.offers[transfer_id].listener.on_committed(payload)
 
 
-Choice = tuple[Handle, int]
-
-
-@dataclass(eq=False)
-class FakeRouter(RouterPort):
-    """Remembers what it was told, and lets tests wait for it."""
-
-    tickets: dict[Handle, str] = field(default_factory=dict)
-    held_tokens: dict[Handle, int] = field(default_factory=dict)
-    prefilled: dict[Handle, int] = field(default_factory=dict)
-    """Prompts that were computed here, and how many tokens of each were found in the cache."""
-    choices: dict[Choice, list[TokenId]] = field(default_factory=dict)
-    first_offsets: dict[Choice, int] = field(default_factory=dict)
-    finished: dict[Choice, FinishReason] = field(default_factory=dict)
-    scores: dict[Choice, float] = field(default_factory=dict)
-    num_choices: dict[Handle, int] = field(default_factory=dict)
-    """Choices that it waits for."""
-    errors: dict[Handle, TandemError] = field(default_factory=dict)
-    waits: dict[WaitReason, list[Handle]] = field(default_factory=dict)
-    """The newest word of each reason."""
-    order: list[Choice] = field(default_factory=list)
-    _news: asyncio.Event = field(default_factory=asyncio.Event)
-
-    @property
-    def tokens(self) -> dict[Handle, list[TokenId]]:
-        """Of each handle's first choice."""
-        return {handle: tokens for (handle, index), tokens in self.choices.items() if index == 0}
-
-    @property
-    def ended(self) -> list[Handle]:
-        """Handles all of whose choices have finished."""
-        return [h for h, n in self.num_choices.items() if sum(handle == h for handle, _ in self.finished) == n]
-
-    def reserved(self, handle: Handle, ticket: bytes = b"", kv_endpoint: bytes = b"", held_tokens: int = 0) -> None:
-        self.held_tokens[handle] = held_tokens
-        self.tickets[handle] = ticket.decode()
-        self._news.set()
-
-    def prefill_started(self, handle: Handle) -> None:
-        raise AssertionError("a decode worker is not asked to prefill")
-
-    def waiting(self, reason: WaitReason, handles: Sequence[Handle]) -> None:
-        self.waits[reason] = list(handles)
-
-    def prefill_done(self, handle: Handle, queue_s: float, prefill_s: float, cached_tokens: int = 0) -> None:
-        assert queue_s >= 0
-        assert prefill_s >= 0
-        assert handle not in self.prefilled
-        assert not any(choice[0] == handle for choice in self.choices)
-        self.prefilled[handle] = cached_tokens
-
-    def token(
-        self,
-        handle: Handle,
-        index: int,
-        offset: int,
-        token: SampledToken,
-        finish_reason: FinishReason | None,
-        score: float | None = None,
-    ) -> None:
-        choice = (handle, index)
-        assert choice not in self.finished
-        assert handle not in self.errors
-        self.order.append(choice)
-        known = self.choices.setdefault(choice, [])
-        assert offset == self.first_offsets.setdefault(choice, offset) + len(known), "a token was lost or repeated"
-        known.append(token.token_id)
-        if finish_reason is not None:
-            self.finished[choice] = finish_reason
-        if score is not None:
-            assert self.scores.setdefault(choice, score) == score
-        self._news.set()
-
-    def leaving(self, handle: Handle) -> None:
-        raise AssertionError("this worker has no sender")
-
-    def handoff_done(self, handle: Handle, num_bytes: int, seconds: float) -> None:
-        raise AssertionError("this worker has no sender")
-
-    def prompt_logprobs(self, handle: Handle, offset: int, logprobs: Sequence[TokenLogprobs]) -> None:
-        raise AssertionError("nobody asked for them")
-
-    def failed(self, handle: Handle, error: TandemError) -> None:
-        assert handle not in self.errors
-        self.errors[handle] = error
-        self._news.set()
-
-    async def until(self, holds: Callable[[], object]) -> None:
-        """Waits for news until it holds."""
-        async with asyncio.timeout(WAIT_S):
-            while not holds():
-                self._news.clear()
-                await self._news.wait()
-
-
 @dataclass
 class Bench:
     """A running worker and everything around it."""
@@ -206,7 +108,7 @@ class Bench:
     cache: PrefixCache
     receiver: FakeReceiver
     clock: ManualClock
-    router: FakeRouter
+    router: HeardRouter
     recorded: RecordedWorker
     running: asyncio.Task[None]
 
@@ -223,7 +125,7 @@ class Bench:
         spec: GroupSpec,
         *,
         local_prefill: bool = False,
-        router: FakeRouter | None = None,
+        router: HeardRouter | None = None,
         max_local_tokens: int | None = None,
     ) -> Handle:
         """As `WorkerServicer` does: what is raised is told as failed."""
@@ -274,6 +176,7 @@ class Bench:
         self.pool.release(self.cache.allocate(self.pool.num_blocks))  # which evicts all that is known
         self.pool.check_invariants()
         self.recorded.check_all_ended()
+        assert not self.router.leaving_handles | self.router.handoffs.keys(), "it has no sender"
 
 
 @pytest.fixture
@@ -311,11 +214,6 @@ def make_spec() -> Callable[..., GroupSpec]:
 
 
 @pytest.fixture
-def make_router() -> Callable[[], FakeRouter]:
-    return FakeRouter
-
-
-@pytest.fixture
 def completion() -> Callable[..., list[TokenId]]:
     return expected_tokens
 
@@ -347,7 +245,7 @@ def open_bench(monkeypatch: pytest.MonkeyPatch) -> Callable[..., object]:
         config = DecodeConfig(overlap_steps="auto" if overlap_steps else "off")
         worker = new_decode_worker(parts, receiver, config, first_guess_tokens=first_guess_tokens)
         running = asyncio.create_task(worker.run())
-        bench = Bench(worker, engine, pool, cache, receiver, clock, FakeRouter(), recorded, running)
+        bench = Bench(worker, engine, pool, cache, receiver, clock, HeardRouter(), recorded, running)
         try:
             yield bench
             await bench.settled()

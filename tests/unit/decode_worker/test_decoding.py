@@ -16,8 +16,8 @@ from shell.clock import Deadline
 from shell.telemetry.events import Events
 from tandem.types import ChoiceSpec, GroupSpec, Handle, RequestId, SamplingParams, TokenId
 from tests.decode_rows import feeds_of, seqs_of
+from tests.heard_router import HeardRouter
 from tests.manual_clock import ManualClock
-from tests.unit.decode_worker.conftest import FakeRouter
 from worker.admission import Forecast
 from worker.budget import ChunkBudget
 from worker.releases import BlockReleases
@@ -54,7 +54,7 @@ class World:
         prompt = tuple(TokenId(1 + number % 2) for _ in range(num_prompt_tokens))
         spec = GroupSpec(RequestId(f"r{number}"), prompt, sampling, choices)
         deadline = Deadline.after(ManualClock(), None)
-        self.batch.join(Request(FakeRouter(), Handle(number), spec, number, 0.0, deadline, Events()))
+        self.batch.join(Request(HeardRouter(), Handle(number), spec, number, 0.0, deadline, Events()))
 
     def release(self, number: int) -> None:
         for request in [each for each in self.batch.requests if each.handle == number]:

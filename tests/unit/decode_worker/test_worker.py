@@ -41,7 +41,7 @@ async def test_a_handed_off_sequence_streams_everything_after_the_first_token(
         first = bench.hand_off(ticket, spec)
         await bench.router.until(lambda: handle in bench.router.ended)
         assert [first[0], *bench.router.tokens[handle]] == completion(spec)
-        assert handle not in bench.router.prefilled
+        assert handle not in bench.router.cached_tokens
 
 
 async def test_a_local_prompt_is_announced_before_its_first_token(
@@ -52,7 +52,7 @@ async def test_a_local_prompt_is_announced_before_its_first_token(
         handle = bench.reserve(1, spec, local_prefill=True)
         assert await bench.ticket(handle) == ""
         await bench.router.until(lambda: handle in bench.router.ended)
-        assert handle in bench.router.prefilled
+        assert handle in bench.router.cached_tokens
         assert bench.router.tokens[handle] == completion(spec)
 
 
@@ -180,31 +180,6 @@ async def test_a_loss_of_one_router_leaves_the_other_ones_sequences(
         assert other.tokens[handle] == completion(spec)
 
 
-async def test_a_failed_transfer_ends_the_sequence_and_quarantines_its_blocks(
-    open_bench: Any, make_spec: MakeSpec
-) -> None:
-    async with open_bench() as bench:
-        handle = bench.reserve(1, make_spec(9, 7))
-        ticket = await bench.ticket(handle)
-        bench.receiver.show(ticket)
-        bench.receiver.fail(ticket)
-        assert isinstance(bench.router.errors[handle], TransferError)
-        assert bench.pool.counts().quarantined == 3
-        bench.receiver.writer_stops(ticket)
-        assert bench.cache.num_available == bench.pool.num_blocks
-
-
-async def test_an_offer_that_cannot_be_made_fails_the_sequence_and_holds_nothing(
-    open_bench: Any, make_spec: MakeSpec
-) -> None:
-    async with open_bench() as bench:
-        bench.receiver.refusal = InternalError("offer of too many blocks")
-        handle = bench.reserve(1, make_spec(9, 7))
-        await bench.router.until(lambda: handle in bench.router.errors)
-        assert bench.router.errors[handle] is bench.receiver.refusal
-        assert bench.cache.num_available == bench.pool.num_blocks
-
-
 async def test_a_commit_that_never_comes_fails_the_sequence_without_new_work(
     open_bench: Any, make_spec: MakeSpec
 ) -> None:
@@ -317,18 +292,9 @@ async def test_a_full_line_is_overload(open_bench: Any, make_spec: MakeSpec, mon
     async with open_bench(num_blocks=4) as bench:
         handles = [bench.reserve(i, make_spec(9, 7)) for i in range(3)]
         assert isinstance(bench.router.errors[handles[2]], Overloaded)
+        assert bench.recorded.sequences[2].names == ["SequenceEnded"]
         for handle in handles:
             bench.worker.release(bench.router, handle)
-
-
-async def test_whoever_waits_for_blocks_is_let_in_when_they_are_freed(open_bench: Any, make_spec: MakeSpec) -> None:
-    async with open_bench(num_blocks=4) as bench:
-        first, second = bench.reserve(1, make_spec(9, 7)), bench.reserve(2, make_spec(9, 7))
-        await bench.ticket(first)
-        assert second not in bench.router.tickets
-        bench.worker.release(bench.router, first)
-        await bench.ticket(second)
-        bench.worker.release(bench.router, second)
 
 
 async def test_the_more_urgent_goes_first_then_the_earlier(open_bench: Any, make_spec: MakeSpec) -> None:
@@ -359,6 +325,7 @@ async def test_bad_requests_are_refused_by_name(open_bench: Any, make_spec: Make
             "handle",
         ]
         bench.worker.release(bench.router, Handle(3))
+        assert len(bench.recorded.sequences) == 1, "a request that is refused was never here"
 
 
 async def test_a_draining_worker_finishes_what_it_has_and_takes_nothing_new(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 
 import pytest
 
@@ -13,31 +12,23 @@ from engine.engine_thread import EngineBroken
 from engine.guides import Guides
 from engine.host_tier import HostTier
 from engine.prefix_cache import PrefixCache
-from engine.step import (
-    SampledToken,
-)
 from kvtransfer.base import TransferReport
 from prefill_worker.prompts import new_prefill_worker
-from tandem.errors import TandemError
 from tandem.first_tokens import decode_first_tokens
 from tandem.types import (
     BlockId,
     ChoiceSpec,
-    FinishReason,
     GroupSpec,
     Handle,
     RequestId,
     SamplingParams,
-    TokenDelta,
     TokenId,
-    TokenLogprobs,
-    WaitReason,
 )
+from tests.heard_router import HeardRouter
 from tests.manual_clock import ManualClock
 from tests.prompt_engine import BLOCK_SIZE, DEADLINE_S, FakeEngine, Gate, token_at
 from tests.recorded_events import RecordedWorker
 from tests.worker_parts import parts_of
-from worker.ports import RouterPort
 
 
 class FakeHandoff:
@@ -98,92 +89,13 @@ class FakeSender:
         """Nothing to stop."""
 
 
-@dataclass
-class FakeRouter(RouterPort):
-    """Keeps what it was told, by handle, and lets tests wait for it."""
-
-    started: list[Handle] = field(default_factory=list)
-    waits: dict[WaitReason, list[Handle]] = field(default_factory=dict)
-    """The newest word of each reason."""
-    choices: dict[Handle, dict[int, TokenDelta]] = field(default_factory=dict)
-    """First tokens by choice; an entry from `prefill_done` on."""
-    times_s: dict[Handle, tuple[float, float]] = field(default_factory=dict)
-    cached_tokens: dict[Handle, int] = field(default_factory=dict)
-    handoffs: dict[Handle, tuple[int, float]] = field(default_factory=dict)
-    errors: dict[Handle, TandemError] = field(default_factory=dict)
-    prompt_scores: dict[Handle, list[TokenLogprobs]] = field(default_factory=dict)
-    _told: asyncio.Event = field(default_factory=asyncio.Event)
-
-    __hash__ = object.__hash__
-
-    @property
-    def first_tokens(self) -> dict[Handle, TokenDelta]:
-        """Of requests whose only choice is number 0."""
-        return {handle: choices[0] for handle, choices in self.choices.items()}
-
-    def reserved(self, handle: Handle, ticket: bytes = b"", kv_endpoint: bytes = b"", held_tokens: int = 0) -> None:
-        raise AssertionError("a prefill worker reserves nothing")
-
-    def prefill_started(self, handle: Handle) -> None:
-        assert handle not in self.choices
-        self.started.append(handle)
-        self._told.set()
-
-    def waiting(self, reason: WaitReason, handles: Sequence[Handle]) -> None:
-        self.waits[reason] = list(handles)
-
-    def prefill_done(self, handle: Handle, queue_s: float, prefill_s: float, cached_tokens: int = 0) -> None:
-        assert handle not in self.choices
-        self.choices[handle] = {}
-        self.times_s[handle] = (queue_s, prefill_s)
-        self.cached_tokens[handle] = cached_tokens
-        self._told.set()
-
-    def token(
-        self,
-        handle: Handle,
-        index: int,
-        offset: int,
-        token: SampledToken,
-        finish_reason: FinishReason | None,
-        score: float | None = None,
-    ) -> None:
-        assert index not in self.choices[handle]
-        self.choices[handle][index] = TokenDelta(offset, (token.token_id,), finish_reason=finish_reason, index=index)
-
-    def leaving(self, handle: Handle) -> None:
-        raise AssertionError("only a decode worker that drains says so")
-
-    def handoff_done(self, handle: Handle, num_bytes: int, seconds: float) -> None:
-        assert handle in self.choices
-        self.handoffs[handle] = (num_bytes, seconds)
-        self._told.set()
-
-    def prompt_logprobs(self, handle: Handle, offset: int, logprobs: Sequence[TokenLogprobs]) -> None:
-        assert handle not in self.choices
-        told = self.prompt_scores.setdefault(handle, [])
-        assert offset == 1 + len(told)
-        told += logprobs
-
-    def failed(self, handle: Handle, error: TandemError) -> None:
-        assert handle not in self.errors
-        self.errors[handle] = error
-        self._told.set()
-
-    async def hears(self, condition: Callable[[], object]) -> None:
-        async with asyncio.timeout(DEADLINE_S):
-            while not condition():
-                self._told.clear()
-                await self._told.wait()
-
-
 class Bench:
     """A prefill worker among its fakes. 16 blocks of 4 tokens, 8 tokens a step."""
 
     def __init__(self, cached: bool = True, host_rows: int = 0, guides: Guides | None = None) -> None:
         self.engine = FakeEngine()
         self.sender = FakeSender(self.engine.slots)
-        self.router = FakeRouter()
+        self.router = HeardRouter()
         self.clock = ManualClock()
         self.pool = BlockPool(16, BLOCK_SIZE)
         tier = HostTier(host_rows, block_bytes=1) if host_rows else None
@@ -206,7 +118,7 @@ class Bench:
         self,
         handle: int,
         spec: GroupSpec,
-        router: FakeRouter | None = None,
+        router: HeardRouter | None = None,
         *,
         grant: bool = True,
         destination: str = "decode-1",
@@ -216,7 +128,7 @@ class Bench:
             self.grant(handle, router)
         return Handle(handle)
 
-    def grant(self, handle: int, router: FakeRouter | None = None) -> None:
+    def grant(self, handle: int, router: HeardRouter | None = None) -> None:
         self.worker.grant(router or self.router, Handle(handle), b"ticket-%d" % handle, b"endpoint")
 
     async def settles(self) -> None:
@@ -316,5 +228,5 @@ async def make_bench() -> AsyncIterator[Callable[..., Bench]]:
 
 
 @pytest.fixture
-def other_router() -> FakeRouter:
-    return FakeRouter()
+def other_router() -> HeardRouter:
+    return HeardRouter()

@@ -15,7 +15,7 @@ def computed(bench: Any, first_batch: int = 0) -> list[tuple[int, int]]:
 
 
 async def handed_off(bench: Any, *handles: int) -> None:
-    await bench.router.hears(lambda: all(handle in bench.router.handoffs for handle in handles))
+    await bench.router.until(lambda: all(handle in bench.router.handoffs for handle in handles))
 
 
 async def test_a_prompt_that_was_computed_before_computes_its_last_tokens_alone(bench: Any, make_spec: Any) -> None:
@@ -51,7 +51,7 @@ async def test_found_blocks_are_pushed_while_the_rest_computes(bench: Any, make_
     bench.prefill(2, make_spec(14))
     await bench.sender.push_gate.reached(num_arrived + 1)
     assert bench.sender.handoffs[-1].pushes == [(0, table[:2])]
-    assert 2 not in bench.router.choices
+    assert 2 not in bench.router.firsts
 
 
 async def test_what_decode_holds_of_the_found_blocks_is_not_pushed(bench: Any, make_spec: Any) -> None:
@@ -80,7 +80,7 @@ async def test_all_choices_of_a_request_draw_from_a_found_prefix(bench: Any, mak
     await handed_off(bench, bench.prefill(1, make_spec(10)))
     await handed_off(bench, bench.prefill(2, make_spec(10, num_output_tokens=[0, 0, 0])))
     assert computed(bench)[-1] == (8, 2)
-    assert {index: delta.token_ids for index, delta in bench.router.choices[2].items()} == {
+    assert {index: delta.token_ids for index, delta in bench.router.firsts[2].items()} == {
         0: (20,),
         1: (21,),
         2: (22,),
@@ -110,7 +110,7 @@ async def test_what_a_failed_step_wrote_is_not_known(bench: Any, make_spec: Any)
     await bench.engine.gate.reached(2)
     bench.engine.error = RuntimeError("broken")
     await bench.engine.gate.open()
-    await bench.router.hears(lambda: 1 in bench.router.errors)
+    await bench.router.until(lambda: 1 in bench.router.errors)
     await handed_off(bench, bench.prefill(2, make_spec(16)))
     assert bench.router.cached_tokens[2] == 8
 
@@ -118,7 +118,7 @@ async def test_what_a_failed_step_wrote_is_not_known(bench: Any, make_spec: Any)
 async def test_a_prompt_whose_logits_break_leaves_nothing_known(bench: Any, make_spec: Any) -> None:
     bench.engine.broken_length = 22
     bench.prefill(1, make_spec(22))
-    await bench.router.hears(lambda: 1 in bench.router.errors)
+    await bench.router.until(lambda: 1 in bench.router.errors)
     await handed_off(bench, bench.prefill(2, make_spec(21)))
     assert bench.router.cached_tokens[2] == 0
 
@@ -126,7 +126,7 @@ async def test_a_prompt_whose_logits_break_leaves_nothing_known(bench: Any, make
 async def test_a_prompt_whose_log_probabilities_break_leaves_nothing_known(bench: Any, make_spec: Any) -> None:
     bench.engine.broken_score = 18  # of the third step
     bench.prefill(1, make_spec(22, prompt_logprobs=1))
-    await bench.router.hears(lambda: 1 in bench.router.errors)
+    await bench.router.until(lambda: 1 in bench.router.errors)
     await handed_off(bench, bench.prefill(2, make_spec(22)))
     assert bench.router.cached_tokens[2] == 0
 
@@ -160,7 +160,7 @@ async def test_found_blocks_leave_less_room_for_others(bench: Any, make_spec: An
     bench.sender.push_gate.close()
     bench.prefill(2, make_spec(34))
     bench.prefill(3, make_spec(34))
-    await bench.router.hears(lambda: {2, 3} <= set(bench.router.first_tokens))
+    await bench.router.until(lambda: {2, 3} <= set(bench.router.first_tokens))
     bench.prefill(4, make_spec(34, cache_salt="other"))
     await bench.sender.push_gate.reached(1)
     assert bench.worker.load().waiting_seqs == 1
@@ -199,7 +199,7 @@ async def test_the_line_counts_what_is_left_to_compute(bench: Any, make_spec: An
 @pytest.mark.parametrize("max_tokens", [1, 4])
 async def test_a_second_turn_finds_the_first_one(bench: Any, make_spec: Any, max_tokens: int) -> None:
     bench.prefill(1, make_spec(20, max_tokens=max_tokens))
-    await bench.router.hears(lambda: 1 in bench.router.first_tokens)
+    await bench.router.until(lambda: 1 in bench.router.first_tokens)
     await bench.settles()
     assert (bench.router.first_tokens[1].finish_reason is FinishReason.LENGTH) == (max_tokens == 1)
     await handed_off(bench, bench.prefill(2, make_spec(30)))
@@ -231,6 +231,6 @@ async def test_what_a_failed_step_was_to_bring_back_holds_no_blocks(make_bench: 
     await handed_off(bench, bench.prefill(2, make_spec(60, cache_salt="other", max_tokens=2)))
     bench.engine.error = RuntimeError("broken")
     bench.prefill(3, make_spec(44))
-    await bench.router.hears(lambda: 3 in bench.router.errors)
+    await bench.router.until(lambda: 3 in bench.router.errors)
     await bench.settles()
     await handed_off(bench, bench.prefill(4, make_spec(44)))

@@ -59,13 +59,13 @@ def bound(spec: GroupSpec) -> GroupSpec:
 async def test_first_tokens_are_drawn_by_the_mask(guided: Any, guides: HeldGuides, make_spec: Any) -> None:
     handle = guided.prefill(1, bound(make_spec(10, num_output_tokens=(0, 0))))
     other = guided.prefill(2, make_spec(4))
-    await guided.router.hears(lambda: other in guided.router.handoffs)
+    await guided.router.until(lambda: other in guided.router.handoffs)
     assert handle not in guided.router.first_tokens
     assert guides.outputs == [(), ()]
 
     guides.ready()
 
-    await guided.router.hears(lambda: handle in guided.router.handoffs)
+    await guided.router.until(lambda: handle in guided.router.handoffs)
     drawn = [sample for batch in guided.engine.batches for seq in batch for sample in seq.samples]
     assert [sample.mask is MASK for sample in drawn] == [False, True, True]
     await guided.settles()

@@ -48,18 +48,6 @@ async def test_a_failed_hand_off_ends_with_its_error(bench: Any, make_spec: Any,
     assert "Transferred" not in sequence.names
 
 
-async def test_a_first_token_that_ends_the_sequence_is_its_end(bench: Any, make_spec: Any) -> None:
-    bench.prefill(1, make_spec(10, end_token_ids=frozenset({20})))
-    await bench.settles()
-    assert bench.recorded.sequences[0].calls[-2:] == [("FirstToken",), ("SequenceEnded", None, 1)]
-
-
-async def test_a_resumed_sequence_counts_only_what_was_sampled_here(bench: Any, make_spec: Any) -> None:
-    bench.prefill(1, make_spec(8, num_output_tokens=[2]))
-    await bench.settles()
-    assert bench.recorded.sequences[0].args("SequenceEnded") == (None, 1)
-
-
 async def test_a_drained_worker_has_told_every_end(bench: Any, make_spec: Any) -> None:
     for number in range(4):
         bench.prefill(number, make_spec(9))

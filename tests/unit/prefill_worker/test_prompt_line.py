@@ -105,16 +105,6 @@ def line_of(
     return PromptLine(max_seqs, block_size, num_blocks, beside_decodes=beside_decodes)
 
 
-def test_many_short_prompts_share_one_batch() -> None:
-    line = line_of()
-    prompts = [make(8) for _ in range(8)]
-    for prompt in prompts:
-        line.add(prompt)
-    plan = plan_step(line, num_free_blocks=100)
-    assert plan.admitted == tuple(prompts)
-    assert [num_tokens for _, num_tokens in plan.chunks] == [8] * 8
-
-
 def test_a_long_prompt_is_cut_into_chunks_of_the_budget() -> None:
     line = line_of()
     prompt = make(150)
@@ -145,15 +135,6 @@ def test_higher_priority_is_admitted_first_and_equals_in_order_of_arrival() -> N
     for prompt in (first, second, urgent):
         line.add(prompt)
     assert plan_step(line, num_free_blocks=100).admitted == (urgent, first, second)
-
-
-def test_a_prompt_that_does_not_fit_is_overtaken_by_one_that_does() -> None:
-    line = line_of()
-    big, small = make(160), make(16)
-    line.add(big)
-    line.add(small)
-    assert plan_step(line, num_free_blocks=4).admitted == (small,)
-    assert len(line) == 1
 
 
 def test_a_prompt_overtaken_too_often_goes_first_and_blocks_the_others() -> None:
@@ -293,17 +274,6 @@ def test_one_prompt_may_be_larger_than_the_share_of_its_destination() -> None:
     for prompt in (large, make(16, destination="a"), small):
         line.add(prompt)
     assert plan_step(line, num_free_blocks=8).admitted == (large, small)
-
-
-def test_a_prompt_beyond_its_share_holds_up_none_for_another_destination() -> None:
-    line = line_of(num_blocks=8)
-    waits = make(4 * 16, destination="slow")
-    line.add(waits)
-    for _ in range(6):
-        other = make(16, destination="fast")
-        line.add(other)
-        assert plan_step(line, num_free_blocks=5, lent={"slow": 3}).admitted == (other,)
-        line.remove(other)
 
 
 def test_a_large_prompt_beyond_its_share_is_not_overtaken_for_ever_by_small_ones_to_the_same_place() -> None:

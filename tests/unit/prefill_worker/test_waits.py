@@ -13,13 +13,13 @@ async def test_a_prompt_computed_before_its_grant_gives_its_first_token_and_keep
     bench: Any, make_spec: Any
 ) -> None:
     handle = bench.prefill(1, make_spec(10), grant=False)
-    await bench.router.hears(lambda: bench.router.first_tokens.get(handle))
+    await bench.router.until(lambda: bench.router.first_tokens.get(handle))
     assert bench.router.started == [handle]
     assert bench.pool.counts().live == 3
     bench.worker.report_waits()
     assert bench.router.waits == {WaitReason.GRANT: [handle]}
     bench.grant(handle)
-    await bench.router.hears(lambda: handle in bench.router.handoffs)
+    await bench.router.until(lambda: handle in bench.router.handoffs)
     (handoff,) = bench.sender.handoffs
     assert (handoff.ticket, [first for first, _ in handoff.pushes]) == (b"ticket-1", [0])
 
@@ -29,7 +29,7 @@ async def test_blocks_that_wait_for_a_grant_come_back_when_the_request_ends(
     bench: Any, make_spec: Any, how: str
 ) -> None:
     handle = bench.prefill(1, make_spec(10, timeout_s=5), grant=False)
-    await bench.router.hears(lambda: bench.router.first_tokens.get(handle))
+    await bench.router.until(lambda: bench.router.first_tokens.get(handle))
     if how == "release":
         bench.worker.release(bench.router, handle)
     elif how == "router_lost":
@@ -45,7 +45,7 @@ async def test_blocks_that_wait_for_a_grant_come_back_when_the_request_ends(
 async def test_the_first_grant_counts(bench: Any, make_spec: Any) -> None:
     handle = bench.prefill(1, make_spec(10))
     bench.worker.grant(bench.router, handle, b"another", b"endpoint")
-    await bench.router.hears(lambda: handle in bench.router.handoffs)
+    await bench.router.until(lambda: handle in bench.router.handoffs)
     assert [each.ticket for each in bench.sender.handoffs] == [b"ticket-1"]
 
 
@@ -63,7 +63,7 @@ async def test_a_line_that_nothing_here_can_move_is_not_named(bench: Any, make_s
     bench.sender.push_gate.close()
     stuck = bench.prefill(1, make_spec(60))
     await bench.sender.push_gate.reached()
-    await bench.router.hears(lambda: bench.router.first_tokens.get(stuck))
+    await bench.router.until(lambda: bench.router.first_tokens.get(stuck))
     bench.prefill(2, make_spec(40, cache_salt="other"))
     bench.worker.release(bench.router, stuck)
     await bench.sender.abort_gate.reached()

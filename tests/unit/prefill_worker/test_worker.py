@@ -12,12 +12,11 @@ from tandem.errors import (
     TicketRefused,
     TransferError,
 )
-from tandem.types import FinishReason
 
 
 async def test_a_prompt_gives_its_first_token_and_then_its_blocks(bench: Any, make_spec: Any) -> None:
     handle = bench.prefill(1, make_spec(10))
-    await bench.router.hears(lambda: handle in bench.router.handoffs)
+    await bench.router.until(lambda: handle in bench.router.handoffs)
     (handoff,) = bench.sender.handoffs
     assert bench.router.first_tokens[handle].token_ids == (20,)
     assert bench.router.first_tokens[handle].offset == 0
@@ -28,7 +27,7 @@ async def test_a_prompt_gives_its_first_token_and_then_its_blocks(bench: Any, ma
 
 async def test_the_blocks_go_in_the_order_of_positions_each_once(bench: Any, make_spec: Any) -> None:
     handle = bench.prefill(1, make_spec(23))
-    await bench.router.hears(lambda: handle in bench.router.handoffs)
+    await bench.router.until(lambda: handle in bench.router.handoffs)
     (handoff,) = bench.sender.handoffs
     table = tuple(bench.engine.batches[-1][0].block_table)
     position = 0
@@ -45,7 +44,7 @@ async def test_blocks_that_the_decode_worker_holds_already_are_not_pushed(
 ) -> None:
     bench.sender.first_block = held
     handle = bench.prefill(1, make_spec(23))
-    await bench.router.hears(lambda: handle in bench.router.handoffs)
+    await bench.router.until(lambda: handle in bench.router.handoffs)
     (handoff,) = bench.sender.handoffs
     pushed = [first + i for first, blocks in handoff.pushes for i in range(len(blocks))]
     assert pushed == list(range(held, 6))
@@ -75,7 +74,7 @@ async def test_a_block_that_is_not_full_is_not_lent_before_the_end(bench: Any, m
 
 async def test_many_prompts_share_steps_and_all_come_back(bench: Any, make_spec: Any) -> None:
     handles = [bench.prefill(n, make_spec(n)) for n in range(1, 20)]
-    await bench.router.hears(lambda: len(bench.router.handoffs) == len(handles))
+    await bench.router.until(lambda: len(bench.router.handoffs) == len(handles))
     assert {h: bench.router.first_tokens[h].token_ids[0] for h in handles} == {n: 2 * n for n in handles}
     assert any(len(batch) > 1 for batch in bench.engine.batches)
     assert all(sum(len(seq.token_ids) for seq in batch) <= 8 for batch in bench.engine.batches)
@@ -85,33 +84,17 @@ async def test_many_prompts_share_steps_and_all_come_back(bench: Any, make_spec:
 async def test_the_first_token_does_not_wait_for_the_transfer(bench: Any, make_spec: Any) -> None:
     bench.sender.open_gate.close()
     handle = bench.prefill(1, make_spec(10))
-    await bench.router.hears(lambda: handle in bench.router.first_tokens)
+    await bench.router.until(lambda: handle in bench.router.first_tokens)
     assert handle not in bench.router.handoffs
     assert bench.cache.num_available == 13
     await bench.sender.open_gate.open()
-    await bench.router.hears(lambda: handle in bench.router.handoffs)
-    await bench.settles()
-
-
-async def test_a_first_token_that_ends_the_sequence_aborts_the_hand_off(bench: Any, make_spec: Any) -> None:
-    handle = bench.prefill(1, make_spec(10, end_token_ids=frozenset({20})))
-    await bench.router.hears(lambda: handle in bench.router.first_tokens)
-    assert bench.router.first_tokens[handle].finish_reason is FinishReason.STOP
-    await bench.settles()
-    assert all(handoff.committed is None for handoff in bench.sender.handoffs)
-    assert bench.router.handoffs == {}
-
-
-async def test_a_first_token_that_reaches_max_tokens_finishes_by_length(bench: Any, make_spec: Any) -> None:
-    handle = bench.prefill(1, make_spec(10, max_tokens=1))
-    await bench.router.hears(lambda: handle in bench.router.first_tokens)
-    assert bench.router.first_tokens[handle].finish_reason is FinishReason.LENGTH
+    await bench.router.until(lambda: handle in bench.router.handoffs)
     await bench.settles()
 
 
 async def test_a_resumed_sequence_continues_at_its_offset(bench: Any, make_spec: Any) -> None:
     handle = bench.prefill(1, make_spec(8, num_output_tokens=[2], max_tokens=4))
-    await bench.router.hears(lambda: handle in bench.router.handoffs)
+    await bench.router.until(lambda: handle in bench.router.handoffs)
     assert bench.router.first_tokens[handle].offset == 2
     (sample,) = bench.engine.batches[-1][0].samples
     assert sample.output_index == 2
@@ -126,7 +109,7 @@ async def test_times_tell_waiting_from_computing(bench: Any, make_spec: Any) -> 
     bench.clock.advance_s(2.0)
     await bench.engine.gate.open()
     await bench.engine.gate.reached(2)
-    await bench.router.hears(lambda: handle in bench.router.first_tokens)
+    await bench.router.until(lambda: handle in bench.router.first_tokens)
     assert bench.router.times_s == {1: (0.0, 2.0), 2: (2.0, 0.0)}
 
 
@@ -134,12 +117,12 @@ async def test_a_prompt_waits_until_its_blocks_are_free(bench: Any, make_spec: A
     bench.sender.commit_gate.close()
     bench.sender.push_gate.close()
     first, second = bench.prefill(1, make_spec(60, priority=1)), bench.prefill(2, make_spec(8, cache_salt="other"))
-    await bench.router.hears(lambda: first in bench.router.first_tokens)
+    await bench.router.until(lambda: first in bench.router.first_tokens)
     assert bench.worker.load().waiting_seqs == 1
     await bench.sender.push_gate.open()
-    await bench.router.hears(lambda: second in bench.router.first_tokens)
+    await bench.router.until(lambda: second in bench.router.first_tokens)
     await bench.sender.commit_gate.open()
-    await bench.router.hears(lambda: len(bench.router.handoffs) == 2)
+    await bench.router.until(lambda: len(bench.router.handoffs) == 2)
     await bench.settles()
 
 
@@ -203,7 +186,7 @@ async def test_a_lost_router_frees_its_own_prompts_and_no_others(bench: Any, mak
     await bench.engine.gate.reached(1)
     bench.worker.router_lost(bench.router)
     await bench.engine.gate.open()
-    await other_router.hears(lambda: kept in other_router.handoffs)
+    await other_router.until(lambda: kept in other_router.handoffs)
     await bench.settles()
     assert bench.router.first_tokens == bench.router.errors == {}
 
@@ -214,7 +197,7 @@ async def test_a_bad_ticket_fails_before_the_prompt_is_computed(bench: Any, make
     await bench.engine.gate.reached(1)
     bench.sender.errors["open"] = TicketRefused("stale")
     bad = bench.prefill(2, make_spec(8))
-    await bench.router.hears(lambda: bad in bench.router.errors)
+    await bench.router.until(lambda: bad in bench.router.errors)
     assert isinstance(bench.router.errors[bad], TicketRefused)
     await bench.engine.gate.open()
     await bench.settles()
@@ -227,7 +210,7 @@ async def test_a_failing_transfer_is_reported_as_retryable_and_frees_everything(
 ) -> None:
     bench.sender.errors[call] = PeerLost("connection reset")
     handle = bench.prefill(1, make_spec(20))
-    await bench.router.hears(lambda: handle in bench.router.errors)
+    await bench.router.until(lambda: handle in bench.router.errors)
     assert bench.router.errors[handle].retryable
     assert handle not in bench.router.handoffs
     await bench.settles()
@@ -249,21 +232,21 @@ async def test_a_destination_that_takes_no_blocks_leaves_room_for_others(bench: 
     """16 blocks: five prompts of 4 blocks to one that grants nothing, then one to another."""
     stuck = [bench.prefill(n, make_spec(16), grant=False, destination="slow") for n in range(1, 6)]
     first = bench.prefill(6, make_spec(4), destination="fast")
-    await bench.router.hears(lambda: first in bench.router.handoffs)
+    await bench.router.until(lambda: first in bench.router.handoffs)
     for handle in range(7, 10):
         large = bench.prefill(handle, make_spec(24), destination="fast")
-        await bench.router.hears(lambda handle=large: handle in bench.router.handoffs)
+        await bench.router.until(lambda handle=large: handle in bench.router.handoffs)
     assert [handle for handle in stuck if handle in bench.router.started] == stuck[:2]
     for handle in stuck:
         bench.grant(handle)
-    await bench.router.hears(lambda: all(handle in bench.router.handoffs for handle in stuck))
+    await bench.router.until(lambda: all(handle in bench.router.handoffs for handle in stuck))
     await bench.settles()
 
 
 async def test_a_bug_in_the_transfer_is_a_failed_transfer_and_frees_everything(bench: Any, make_spec: Any) -> None:
     bench.sender.errors["push"] = KeyError("oops")
     handle = bench.prefill(1, make_spec(8))
-    await bench.router.hears(lambda: handle in bench.router.errors)
+    await bench.router.until(lambda: handle in bench.router.errors)
     assert isinstance(bench.router.errors[handle], TransferError)  # so it is computed again
     await bench.settles()
 
@@ -288,7 +271,7 @@ async def test_a_wrong_spec_is_refused_by_field_and_holds_nothing(bench: Any, ma
 
 async def test_a_prompt_that_fills_the_pool_is_computed_however_long_its_completion(bench: Any, make_spec: Any) -> None:
     handle = bench.prefill(1, make_spec(64, max_tokens=150))
-    await bench.router.hears(lambda: handle in bench.router.handoffs)
+    await bench.router.until(lambda: handle in bench.router.handoffs)
     await bench.settles()
 
 

@@ -53,10 +53,6 @@ def test_without_an_objective_of_its_own_a_step_may_be_a_multiple_of_the_shortes
     assert budget.tokens(60, 1) == GRAIN_TOKENS
 
 
-def test_prompts_advance_however_tight_the_objective_is() -> None:
-    assert learned(0.001).tokens(8, 1) == GRAIN_TOKENS
-
-
 def test_an_objective_of_0_bounds_nothing() -> None:
     assert learned(0.0).tokens(8, 1) == CHUNK
     assert learned(0.0).step_objective_s == 0

@@ -10,7 +10,6 @@ from tandem.convert import deltas_from_proto
 from tandem.errors import Overloaded
 from tandem.types import FinishReason, Handle, Incarnation, TokenDelta, TokenId, TokenLogprobs, WaitReason
 from tandem.v1 import inference_pb2, worker_pb2
-from worker.ports import TokenColumns
 from worker.serving.router_session import MAX_TOKENS_PER_MESSAGE, RouterSession
 
 A, B = Handle(1), Handle(2)
@@ -124,14 +123,6 @@ def test_an_answer_carries_what_it_was_told() -> None:
     assert handoff_done.handoff_done == worker_pb2.HandoffDone(handle=A, transfer_bytes=4096, transfer_seconds=0.125)
 
 
-def test_the_end_of_a_choice_is_kept_when_tokens_merge() -> None:
-    session = session_of(A)
-    say(session, A, 4, 1)
-    say(session, A, 5, 2, finish=FinishReason.STOP)
-
-    assert outputs(session.take()) == [[(A, delta(4, 1, 2, finish=FinishReason.STOP))]]
-
-
 def test_logprobs_travel_one_per_token() -> None:
     session = session_of(A)
     say(session, A, 0, 1, logprobs=LOGPROBS)
@@ -234,50 +225,6 @@ def test_however_it_is_taken_every_token_arrives_once_and_in_order(steps: list[t
     take()
 
     assert arrived == told
-
-
-def _arrive(session: RouterSession, arrived: dict[tuple[int, int], list[tuple[int, int]]]) -> None:
-    for response in session.take():
-        for handle, each in deltas_from_proto(response.step_outputs):
-            arrived[handle, each.index] += enumerate(each.token_ids, each.offset)
-
-
-_STEP = st.tuples(
-    st.lists(st.tuples(st.sampled_from((A, B, Handle(3))), st.integers(0, 1)), unique=True, max_size=6),
-    st.sampled_from(("rows", "one by one")),
-    st.sampled_from(("taken", "waits", "A is released")),
-)
-
-
-@given(st.lists(_STEP, max_size=12))
-def test_a_steps_tokens_told_at_once_are_those_told_one_by_one(
-    steps: list[tuple[list[tuple[Handle, int]], str, str]],
-) -> None:
-    def told(*, at_once: bool) -> dict[tuple[int, int], list[tuple[int, int]]]:
-        session = RouterSession(Incarnation("router"))
-        offsets = defaultdict[tuple[Handle, int], int](int)
-        arrived = defaultdict[tuple[int, int], list[tuple[int, int]]](list)
-        for handle in (A, B):  # the third one is not open
-            session.open_handle(handle)
-
-        for number, (choices, how, then) in enumerate(steps):
-            columns = TokenColumns()
-            for choice in choices:
-                columns.add(*choice, offsets[choice], TokenId(number))
-                offsets[choice] += 1
-            if at_once and how == "rows":
-                session.token_rows(columns)
-            else:
-                for each, index, offset, token_id, _ in columns.rows():
-                    say(session, each, offset, token_id, index=index)
-            if then == "A is released":
-                session.close_handle(A)
-            elif then == "taken":
-                _arrive(session, arrived)
-        _arrive(session, arrived)
-        return arrived
-
-    assert told(at_once=True) == told(at_once=False)
 
 
 def test_what_is_told_beside_a_token_hangs_off_its_row() -> None:

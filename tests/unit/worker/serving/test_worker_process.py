@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 import grpc.aio
+import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from shell.config import DecodeConfig
@@ -134,3 +135,29 @@ async def test_a_worker_whose_engine_stands_still_is_not_alive_until_it_moves() 
 
         core.now = replace(BUSY, engine_steps=8)
         assert (await watching.read()).status == SERVING
+
+
+@pytest.fixture
+def clock() -> ManualClock:
+    return ManualClock()
+
+
+@pytest.fixture
+def progress(clock: ManualClock) -> ProgressWatch:
+    return ProgressWatch(clock, stall_s=60)
+
+
+def test_an_engine_gets_on_while_it_is_idle_or_steps(clock: ManualClock, progress: ProgressWatch) -> None:
+    for each in (*[IDLE] * 3, *(replace(BUSY, engine_steps=steps) for steps in range(3)), IDLE, BUSY):
+        clock.advance_s(59)
+        assert progress.observe(each)
+
+
+def test_an_engine_that_runs_sequences_without_a_step_stands_still(clock: ManualClock, progress: ProgressWatch) -> None:
+    for recovered in (replace(BUSY, engine_steps=8), IDLE):
+        assert progress.observe(BUSY)
+        clock.advance_s(59)
+        assert progress.observe(BUSY)
+        clock.advance_s(1)
+        assert not progress.observe(BUSY)
+        assert progress.observe(recovered), "one step, or the end of its work, moves it again"
