@@ -56,6 +56,21 @@ def test_evicted_blocks_are_found_in_the_host_tier_and_brought_back_by_the_next_
     assert cache.pool.num_cached == 3
 
 
+def test_rows_that_no_step_has_filled_are_not_read(cache):
+    taken = cache.allocate(4)
+    assert cache.match("", TOKENS) == 0
+    cache.take_moves()
+    assert cache.match("", TOKENS) == 0
+    cache.step_ended(failed=True)
+    cache.pool.release(taken)
+    assert cache.match("", TOKENS) == 0
+    blocks = cache.allocate(3)
+    cache.insert("", TOKENS, blocks)
+    assert cache.match("", TOKENS) == 12
+    cache.pool.release(blocks)
+    assert len(store(cache)) == 3, "rows with garbage were given back"
+
+
 def test_what_a_failed_step_should_have_brought_is_brought_by_the_next(cache):
     store(cache)
     blocks = cache.acquire("", TOKENS)
