@@ -15,7 +15,7 @@ Subparsers: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
 def add_command(
     subparsers: Subparsers, name: str, run: Run, summary: str, details: str = ""
 ) -> argparse.ArgumentParser:
-    """Adds one subcommand; `main` finds `run` in the parsed namespace."""
+    """Adds a subcommand; `main` finds `run` in the parsed namespace."""
     parser = subparsers.add_parser(
         name,
         help=summary,

@@ -23,7 +23,7 @@ _MIB = 1024**2
 _ROUNDED_BYTES = {"int8": 1.0, "fp8": 1.0, "int4": 0.5 + 4 / 32}
 """Bytes of a weight under `--quantize`, its share of a scale included."""
 _MXFP4_GROWTH = 2.0
-"""Growth of MXFP4 weights when they are loaded: four bits become eight."""
+"""Growth of MXFP4 weights as a worker loads them: four bits become eight."""
 Row = tuple[str, str]
 
 

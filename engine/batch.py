@@ -24,6 +24,7 @@ from engine.prompt_scores import ScorePlan
 from engine.step import DecodeRows, ScheduledSeq
 from engine.upload import upload
 from kernels.attention import AttentionMetadata
+from kernels.compiled_step import StepInputs
 from tandem.errors import InternalError
 
 _NO_INTS: Ints = np.zeros(0, np.int64)
@@ -73,24 +74,10 @@ class Batch:
 class Forward(Protocol):
     """`models.decoder.Decoder`, or a fake."""
 
-    def forward(
-        self,
-        token_ids: torch.Tensor,
-        positions: torch.Tensor,
-        kv_cache: torch.Tensor,
-        metadata: AttentionMetadata,
-        sample_rows: torch.Tensor,
-    ) -> torch.Tensor:
-        """Stores KV of `[T]` tokens in `kv_cache`; returns logits `[R, V]` of `sample_rows` `[R]`."""
+    def forward(self, step: StepInputs) -> torch.Tensor:
+        """Stores KV of the step's tokens; returns logits `[R, V]` of its rows."""
 
-    def hidden(
-        self,
-        token_ids: torch.Tensor,
-        positions: torch.Tensor,
-        kv_cache: torch.Tensor,
-        metadata: AttentionMetadata,
-        sample_rows: torch.Tensor,
-    ) -> torch.Tensor:
+    def hidden(self, step: StepInputs) -> torch.Tensor:
         """Runs `forward` without the last projection: returns `[R, E]`."""
 
     def project(self, hidden: torch.Tensor) -> torch.Tensor:

@@ -22,7 +22,7 @@ from tandem.client.request import (
 )
 from tandem.cluster_status import ClusterStatus
 from tandem.convert import status_from_proto
-from tandem.errors import DeadlineExceeded, Reason, Unavailable
+from tandem.errors import DeadlineExceeded, Unavailable
 from tandem.rpc.channel import open_blocking_channel
 from tandem.rpc.google_messages import SERVING, HealthCheckRequest
 from tandem.rpc.received_error import error_from_rpc
@@ -127,9 +127,7 @@ class Client(Caller):
                         return
                 why = "it is draining"
             except Unavailable as error:
-                if self._closed or error.reason is Reason.TLS_FAILED:  # waiting does not mend it
-                    raise
-                why = error.message
+                why = self._passing(error)
             except DeadlineExceeded:
                 break
             time.sleep(min(RETRY_S, max(0.0, ends_at_s - time.monotonic())))
@@ -152,7 +150,7 @@ class Client(Caller):
 
     @contextlib.contextmanager
     def _translated(self) -> Iterator[None]:
-        """Translates gRPC errors into Tandem's, at one place."""
+        """Translates gRPC errors into Tandem's."""
         try:
             yield
         except grpc.RpcError as error:

@@ -190,7 +190,7 @@ def test_a_small_pool_bounds_the_longest_sequence(options: WorkerConfig) -> None
 def test_a_bad_option_is_refused_by_name(options: WorkerConfig, changes: dict[str, object], option: str) -> None:
     with pytest.raises(ConfigError) as caught:
         load_engine(replace(options, **changes))
-    assert caught.value.option == option
+    assert caught.value.field == option
 
 
 def test_what_was_made_is_given_back_if_the_rest_cannot_be(options: WorkerConfig, monkeypatch) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import re
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
@@ -15,6 +16,9 @@ import pytest
 from shell.rpc.handlers import Handler
 from shell.rpc.interceptors import NO_SUCH_METHOD, CallGuard
 from shell.rpc.observing import NO_METHOD, CallObserving
+from shell.telemetry import metric_names
+from shell.telemetry.metric import Process
+from shell.telemetry.metrics import Metrics
 from tandem.errors import DeadlineExceeded, InvalidRequest
 from tandem.v1 import inference_pb2, inference_pb2_grpc
 
@@ -23,24 +27,31 @@ SERVICE = "/tandem.v1.InferenceService"
 
 
 class Told:
-    """A CallObserver that keeps what it is told."""
+    """What the metrics say of calls."""
 
     def __init__(self) -> None:
-        self.running: list[str] = []
-        self.calls: list[tuple[str, str]] = []
-        self.one_ended = asyncio.Event()
+        self.metrics = Metrics(Process.ROUTER, "demo")
 
-    def began(self, method: str) -> None:
-        self.running.append(method)
+    @property
+    def calls(self) -> list[tuple[str, str]]:
+        counted = self.metrics.counter(metric_names.GRPC_CALLS)
+        return [
+            (f"/{service}/{method}".removeprefix(SERVICE), code)
+            for (service, method, code), count in counted.items()
+            for _ in range(int(count))
+        ]
 
-    def ended(self, method: str, code: str) -> None:
-        self.running.remove(method)
-        self.calls.append((method.removeprefix(SERVICE), code))
-        self.one_ended.set()
+    @property
+    def running(self) -> list[str]:
+        lines = self.metrics.exposition()[0].decode().splitlines()
+        found = [re.fullmatch(r'tandem_grpc_\w+_in_flight{method="(.*)",service="(.*)"} 1.0', line) for line in lines]
+        return [f"/{each[2]}/{each[1]}" for each in found if each]
 
     async def end_of_one(self) -> None:
         """A caller may know the status before the handler has left."""
-        await asyncio.wait_for(self.one_ended.wait(), TIMEOUT_S)
+        async with asyncio.timeout(TIMEOUT_S):
+            while not self.calls:  # noqa: ASYNC110
+                await asyncio.sleep(0.001)
 
 
 class Servicer(inference_pb2_grpc.InferenceServiceServicer):
@@ -90,7 +101,7 @@ async def serve() -> AsyncIterator[Serve]:
 
         async def start(*inner: grpc.aio.ServerInterceptor) -> Any:
             told = Told()
-            counting = CallObserving(told, refusals=(Refusing.HANDLER, NO_SUCH_METHOD))
+            counting = CallObserving(told.metrics, refusals=(Refusing.HANDLER, NO_SUCH_METHOD))
             server = grpc.aio.server(interceptors=(counting, *(inner or (CallGuard(frozenset()),))))
             inference_pb2_grpc.add_InferenceServiceServicer_to_server(Servicer(), server)
             port = server.add_insecure_port("127.0.0.1:0")

@@ -152,7 +152,7 @@ async def test_a_port_in_use_is_a_config_error(serve: Serve) -> None:
     with pytest.raises(ConfigError) as refused:
         await RpcServer(f"127.0.0.1:{port}", []).start()
 
-    assert refused.value.option == "--listen"
+    assert refused.value.field == "--listen"
     await server.drain(0)
 
 
