@@ -21,7 +21,7 @@ from tandem.types import BlockId, TokenId, new_incarnation
 
 CPU = torch.device("cpu")
 NUM_BLOCKS = 128
-DEADLINE_S = 20.0
+DEADLINE_S = 60.0
 
 
 class Arrivals:
@@ -62,6 +62,7 @@ class ReceivedOffer:
     def on_failed(self, error: TransferError) -> None:
         self.error = error
         self.pool.release(self.blocks)
+        self.arrivals.note()
 
     def on_writer_stopped(self) -> None:
         if all(self.pool.state(block) is BlockState.QUARANTINED for block in self.blocks):
