@@ -6,9 +6,9 @@ Both engines keep tokens where a model would keep KV (`tests.token_engine`); a h
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, Self
 
 from decode_worker.worker import new_decode_worker
 from engine.block_pool import BlockPool
@@ -23,16 +23,19 @@ from router.delivery import Delivery
 from router.placement import Placement
 from router.worker_link import GroupListener
 from shell.config import DecodeConfig
-from shell.telemetry.events import Events
+from shell.telemetry.events import Events, RequestEvents
 from tandem.convert import group_from_proto
 from tandem.errors import TandemError, TransferError
 from tandem.types import (
     BlockId,
+    ChoiceSpec,
     FinishReason,
     GroupSpec,
     Handle,
     Incarnation,
+    RequestId,
     Role,
+    SamplingParams,
     TextParams,
     TokenDelta,
     TokenId,
@@ -45,8 +48,9 @@ from tandem.v1 import worker_pb2
 from tests.fake_disk import LateDisk
 from tests.manual_clock import ManualClock
 from tests.registering import INFO, UncountedLoad, assigned
-from tests.token_engine import WAIT_S, FakeEngine
+from tests.token_engine import VOCAB_SIZE, WAIT_S, FakeEngine
 from tests.worker_parts import parts_of
+from worker.core import Worker
 from worker.ports import Destination, RouterPort
 
 BLOCK_SIZE = 4
@@ -266,21 +270,77 @@ class Ids:
         return ""
 
 
+def delivery_of(ids: Sequence[Ids]) -> Delivery:
+    """One for a choice each."""
+    detokenizers: Sequence[Any] = ids
+    streams = [ChoiceStream(index, each, TextParams(), lambda _: None) for index, each in enumerate(detokenizers)]
+    return Delivery(streams, Events())
+
+
+def attempt_of(
+    cores: Any,
+    placement: Placement,
+    delivery: Delivery,
+    silence_s: float,
+    events: RequestEvents | None = None,
+    source: Attempt | None = None,
+) -> Attempt:
+    events, now_s = events or Events(), cores.clock.now_s()
+    ends: Any = (lambda _: None, lambda: None)
+    return Attempt(assigned(placement), cores, delivery, events, cores.clock, now_s, silence_s, *ends, source)
+
+
+def spec_of(
+    num_prompt_tokens: int,
+    max_tokens: int,
+    salt: int = 0,
+    *,
+    n: int = 1,
+    seed: int = 0,
+    beam_width: int = 0,
+    priority: int = 0,
+) -> GroupSpec:
+    prompt = tuple(TokenId((37 * salt + 11 * i) % VOCAB_SIZE) for i in range(num_prompt_tokens))
+    sampling = SamplingParams(max_tokens=max_tokens, seed=seed, beam_width=beam_width)
+    return GroupSpec(RequestId(f"r{salt}"), prompt, sampling, tuple(map(ChoiceSpec, range(n))), priority=priority)
+
+
+class Cores(UncountedLoad):
+    """Workers' cores that run inside `async with`; at its end all must be idle."""
+
+    workers: Sequence[tuple[FakeEngine, Worker, CoreLink]]
+
+    async def __aenter__(self) -> Self:
+        self._running = [asyncio.create_task(core.run()) for _, core, _ in self.workers]
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        for engine, core, link in self.workers:
+            engine.let_go()
+            core.router_lost(link)
+        for _, core, _link in self.workers:
+            async with asyncio.timeout(WAIT_S):
+                await core.drained()
+            core.check_idle()
+        for task in self._running:
+            task.cancel()
+        await asyncio.gather(*self._running, return_exceptions=True)
+
+    async def until(self, condition: Callable[[], object]) -> None:
+        """No time passes."""
+        async with asyncio.timeout(WAIT_S):
+            while not condition():  # noqa: ASYNC110
+                await asyncio.sleep(0)
+
+
 class Running:
     """One attempt under way."""
 
-    def __init__(self, cores: Any, spec: GroupSpec, placement: Placement | None = None) -> None:
+    def __init__(self, cores: Any, spec: GroupSpec) -> None:
         self.spec = spec
         self._ids = Ids()
-        detokenizer: Any = self._ids
-        delivery = Delivery([ChoiceStream(0, detokenizer, TextParams(), lambda _: None)], Events())
-        if placement is None:
-            placement = Placement(cores.infos[Role.PREFILL], cores.infos[Role.DECODE])
-        now_s = cores.clock.now_s()
-        links: Any = cores
-        self._attempt = Attempt(
-            assigned(placement), links, delivery, Events(), cores.clock, now_s, SILENCE_S, lambda _: None, lambda: None
-        )
+        placement = Placement(cores.infos[Role.PREFILL], cores.infos[Role.DECODE])
+        self._attempt = attempt_of(cores, placement, delivery_of([self._ids]), SILENCE_S)
         self.task = asyncio.create_task(self._run(spec))
 
     async def _run(self, spec: GroupSpec) -> None:
@@ -295,8 +355,8 @@ class Running:
         return self._ids.ids
 
 
-class JoinedCores(UncountedLoad):
-    """Use as an async context manager; at its end both workers must be idle."""
+class JoinedCores(Cores):
+    """A prefill and a decode worker."""
 
     def __init__(
         self,
@@ -334,21 +394,10 @@ class JoinedCores(UncountedLoad):
             Role.DECODE: CoreLink(self.infos[Role.DECODE], self.decode),
         }
 
-    async def __aenter__(self) -> JoinedCores:
-        self._running = [asyncio.create_task(core.run()) for core in (self.prefill, self.decode)]
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        for engine in self.engines.values():
-            engine.let_go()
-        for role, core in ((Role.PREFILL, self.prefill), (Role.DECODE, self.decode)):
-            core.router_lost(self.links[role])
-            async with asyncio.timeout(WAIT_S):
-                await core.drained()
-            core.check_idle()
-        for task in self._running:
-            task.cancel()
-        await asyncio.gather(*self._running, return_exceptions=True)
+        self.workers = [
+            (self.engines[role], core, self.links[role])
+            for role, core in ((Role.PREFILL, self.prefill), (Role.DECODE, self.decode))
+        ]
 
     def link(self, info: WorkerInfo) -> CoreLink:
         """As `Workers` gives it."""
@@ -368,11 +417,6 @@ class JoinedCores(UncountedLoad):
         self.links[role].waits.clear()
         (self.prefill if role is Role.PREFILL else self.decode).report_waits()
         return {reason: len(handles) for reason, handles in self.links[role].waits.items()}
-
-    async def until(self, condition: Any) -> None:
-        async with asyncio.timeout(WAIT_S):
-            while not condition():  # noqa: ASYNC110
-                await asyncio.sleep(0.001)
 
     async def time_passes(self, seconds: float) -> None:
         """In parts shorter than the silence, with the word of who waits in each, as their tickers bring it."""
