@@ -53,7 +53,7 @@ class EngineThread:
 
         The result raises what the step raised, FeederFailed if it was fed by a step that failed, or EngineBroken: at
         once if the device is lost, else if `MAX_FAILURES` in a row failed or drew nothing but broken logits.
-        It must not be cancelled: wait with `thread_work.to_the_end`.
+        It must not be cancelled: wait with `shell.thread_work.to_the_end`.
         Raises InternalError if two steps are in flight already.
         """
         if self._num_in_flight == MAX_IN_FLIGHT:

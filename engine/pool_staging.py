@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from engine.thread_work import to_the_end
+from shell.thread_work import to_the_end
 from tandem.errors import TransferError
 from tandem.types import BlockId
 

@@ -20,6 +20,7 @@ from typing import Any, NamedTuple, TypeVar
 import numpy as np
 
 from kvtransfer.base import TransferReport
+from kvtransfer.connection import Connection
 from kvtransfer.frame import Frame, FrameType
 from kvtransfer.messages import (
     MAX_BLOCKS_PER_WRITE,
@@ -31,10 +32,9 @@ from kvtransfer.messages import (
     digest_of,
 )
 from kvtransfer.pool import Pool
-from kvtransfer.ring import Loan, give_up
+from kvtransfer.ring import Loan, Ring, give_up
 from kvtransfer.ticket import Ticket
-from kvtransfer.timing import Timing
-from kvtransfer.transport import FrameSink, SendingLane
+from kvtransfer.transport import SendingLane
 from shell.clock import Clock
 from tandem.errors import FrameError, PeerLost, TransferError
 from tandem.types import BlockId
@@ -62,21 +62,19 @@ class OutgoingHandoff:
     def __init__(
         self,
         ticket: Ticket,
-        sink: FrameSink,
+        connection: Connection,
         lane: SendingLane,
         pool: Pool,
         clock: Clock,
-        timing: Timing,
-        progress: Callable[[], int],
+        on_drained: Callable[[int], object],
     ) -> None:
-        """`progress` grows while anything moves on the connection; see `Connection.progress`."""
+        """`on_drained` gets the ticket's number once DRAINED was said: nothing follows."""
         self._ticket = ticket
-        self._sink = sink
+        self._connection = connection
         self._lane = lane
         self._pool = pool
         self._clock = clock
-        self._timing = timing
-        self._progress = progress
+        self._on_drained = on_drained
         self._checksums = np.zeros(len(ticket.blocks), np.uint64)
         """Checksums of the placed blocks, in the offer's order."""
         self._is_pushed, self._is_placed = np.zeros((2, len(ticket.blocks)), bool)
@@ -102,7 +100,7 @@ class OutgoingHandoff:
 
     async def show(self) -> None:
         """Shows the ticket; returns once the ticket is accepted. Raises TransferError."""
-        self._sink.send(Frame(FrameType.OPEN, self._ticket.number, payload=self._ticket.encode()), urgent=True)
+        self._connection.send(Frame(FrameType.OPEN, self._ticket.number, payload=self._ticket.encode()), urgent=True)
         await self._until(lambda: self._window > 0)
 
     async def push(self, first: int, source_blocks: tuple[BlockId, ...]) -> None:
@@ -218,7 +216,7 @@ class OutgoingHandoff:
         try:
             if not wanted.done():
                 await self._write_all(placing, sending)
-                await self._until(wanted.done, self._row_progress)
+                await self._until(wanted.done, self._pool.leaving)
         except BaseException:
             give_up(wanted)
             raise
@@ -227,7 +225,7 @@ class OutgoingHandoff:
         return wanted.result()
 
     def _place(self, first: int, sources: tuple[BlockId, ...], loan: Loan) -> _Placing:
-        targets = self._ticket.blocks[self._span(first, len(sources))]
+        targets: list[BlockId] = self._ticket.blocks.block_ids[self._span(first, len(sources))].tolist()
         placed = self._lend(asyncio.ensure_future(self._lane.place(sources, targets, loan)))
         return _Placing(first, sources, loan, placed)
 
@@ -245,7 +243,7 @@ class OutgoingHandoff:
         write = Frame(FrameType.WRITE, self._ticket.number, seq, Write(piece.first, checksums).encode())
         self._placed.remove(piece.loan)
         self._loans.append(piece.loan)
-        sent = self._lane.announce(self._sink, write, piece.sources, piece.loan)
+        sent = self._lane.announce(self._connection, write, piece.sources, piece.loan)
         before = tuple(sending)
         sending[:] = [] if sent is None else [self._lend(sent)]
         for each in before:
@@ -277,33 +275,35 @@ class OutgoingHandoff:
         self._drained_due = bool(self._in_flight)
         if not self._drained_due:
             self._send(FrameType.DRAINED)
+            self._on_drained(self._ticket.number)
 
-    def _row_progress(self) -> int:
-        """Grows also while other hand-offs give rows back."""
-        return self._progress() + self._pool.leaving.num_returned
+    async def _until(self, ready: Callable[[], bool], others: Ring | None = None) -> None:
+        """Waits for an answer. Raises the hand-off's error, or PeerLost once the connection stands still.
 
-    async def _until(self, ready: Callable[[], bool], progress: Callable[[], int] | None = None) -> None:
-        """Waits for an answer. Raises the hand-off's error, or PeerLost once the connection stands still."""
-        progress = progress or self._progress
-        seen = progress()
+        Rows that other hand-offs give back to `others` are progress too.
+        """
+        seen = self._progress(others)
         while not ready():
             self._raise_if_ended()
             self._changed.clear()
             try:
-                async with asyncio.timeout(self._timing.reply_s):
+                async with asyncio.timeout(self._connection.timing.reply_s):
                     await self._changed.wait()
             except TimeoutError:
-                before, seen = seen, progress()
+                before, seen = seen, self._progress(others)
                 if seen == before:
                     raise PeerLost(f"no answer for transfer {self._ticket.transfer_id}") from None
         self._raise_if_ended()
+
+    def _progress(self, others: Ring | None) -> int:
+        return self._connection.progress + (others.num_returned if others else 0)
 
     def _raise_if_ended(self) -> None:
         if self._error is not None:
             raise self._error
 
     def _send(self, frame_type: FrameType, payload: bytes = b"") -> None:
-        self._sink.send(Frame(frame_type, self._ticket.number, payload=payload))
+        self._connection.send(Frame(frame_type, self._ticket.number, payload=payload))
 
 
 async def _result(work: asyncio.Future[T]) -> T:

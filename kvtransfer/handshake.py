@@ -7,28 +7,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Protocol
 
 from kvtransfer.base import Fingerprints
 from kvtransfer.fields import decode_fields, encode_fields, required, required_int, with_prefix
-from kvtransfer.pool import Pool
 from tandem.errors import FrameError, HandshakeMismatch
 from tandem.types import Incarnation
 
 _FINGERPRINT = "fingerprint."
 _DETAIL = "detail."
 ABSENT = "absent"
-
-
-class Speaker(Protocol):
-    """One end of a connection, as far as it speaks of itself in HELLO."""
-
-    name: str
-    """The transport's."""
-    verify: tuple[str, ...]
-    """Ways to verify a block that this end can do, best first. Each is 8 bytes per block."""
-    details: Mapping[str, str]
-    """What the transport's other end has to know."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,16 +27,10 @@ class Hello:
     num_blocks: int
     """Blocks of the speaker's pool."""
     verify: tuple[str, ...]
-    """See `Speaker`."""
+    """See `transport.Lane`."""
     fingerprints: tuple[tuple[str, str], ...]
     details: Mapping[str, str] = field(default_factory=dict)
-    """See `Speaker`; never compared."""
-
-    @classmethod
-    def of(cls, pool: Pool, speaker: Speaker) -> Hello:
-        """What this side says of itself."""
-        prints = fingerprint_fields(pool.fingerprints)
-        return cls(pool.incarnation, speaker.name, pool.num_blocks, speaker.verify, prints, speaker.details)
+    """See `transport.Lane`; never compared."""
 
     def encode(self) -> bytes:
         """Payload of a HELLO frame."""

@@ -9,7 +9,7 @@ from typing import Protocol
 
 import numpy as np
 
-from kvtransfer.base import BlockRefs, HandoffListener
+from kvtransfer.base import HandoffListener
 from kvtransfer.messages import Commit, Write, digest_of
 from kvtransfer.ticket import Ticket
 from shell.clock import Deadline
@@ -56,7 +56,7 @@ class Incoming:
             raise FrameError(f"WRITE of positions {write.first}:{write.end} repeats a block")
         self._checksums[span], self._is_claimed[span] = write.checksums, True
         self._num_writes += 1
-        return tuple(BlockRefs.of(self.ticket.blocks[span]).block_ids.tolist())
+        return tuple(self.ticket.blocks.block_ids[span].tolist())
 
     def verify(self, write: Write, found: tuple[int, ...]) -> None:
         """Compares what lies in the blocks with what was announced. Raises ChecksumMismatch."""

@@ -8,16 +8,13 @@ BYE is said only after the peer's memory is unmapped, so that it proves what it 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
 
-from kvtransfer.base import BlockRefs
 from kvtransfer.connection import Connection
 from kvtransfer.frame import Frame, FrameType
 from kvtransfer.handoff import OutgoingHandoff
 from kvtransfer.handshake import Hello
 from kvtransfer.pool import Pool
 from kvtransfer.ticket import Ticket
-from kvtransfer.timing import Timing
 from kvtransfer.transport import SendingLane
 from shell.clock import Clock
 from tandem.errors import FrameError, PeerLost, TicketRefused, TransferError
@@ -33,14 +30,12 @@ class Link:
         peer: Hello,
         pool: Pool,
         clock: Clock,
-        timing: Timing,
     ) -> None:
         self._connection = connection
         self._lane = lane
         self._peer = peer
         self._pool = pool
         self._clock = clock
-        self._timing = timing
         self._handoffs: dict[int, OutgoingHandoff] = {}
         self._ended: TransferError | None = None
         self._leaving: asyncio.Task[None] | None = None
@@ -62,37 +57,30 @@ class Link:
             raise self._ended
         if ticket.number in self._handoffs:
             raise TicketRefused(f"transfer {ticket.transfer_id} is open already")
-        handoff = OutgoingHandoff(
-            ticket, self, self._lane, self._pool, self._clock, self._timing, lambda: self._connection.progress
-        )
+        handoff = OutgoingHandoff(ticket, self._connection, self._lane, self._pool, self._clock, self._forget)
         self._handoffs[ticket.number] = handoff
         try:
             await handoff.show()
         except BaseException:
             await handoff.abort()
-            self._handoffs.pop(ticket.number, None)
+            self._forget(ticket.number)
             raise
-        self._lane.make_ready(ticket.blocks)
+        self._lane.make_ready(ticket.blocks.block_ids)
         return handoff
 
     async def close(self) -> None:
         """Ends every hand-off and the connection, in order. Idempotent."""
         await asyncio.wait({self._end(PeerLost("the sender closed the connection"))})
 
-    def send(
-        self, frame: Frame, inline: Sequence[memoryview] = (), *, urgent: bool = False
-    ) -> asyncio.Future[None] | None:
-        """See `Connection.send`. A hand-off that has said DRAINED is forgotten."""
-        if frame.type is FrameType.DRAINED:
-            self._handoffs.pop(frame.transfer, None)
-        return self._connection.send(frame, inline, urgent=urgent)
+    def _forget(self, number: int) -> None:
+        self._handoffs.pop(number, None)
 
     def _check(self, ticket: Ticket) -> None:
         if ticket.incarnation != self._peer.incarnation:
             raise TicketRefused(f"transfer {ticket.transfer_id} was offered by another incarnation")
         if ticket.layout_fingerprint != self._pool.fingerprints.layout.fingerprint():
             raise TicketRefused(f"transfer {ticket.transfer_id} has another layout")
-        if any(BlockRefs.of(ticket.blocks).block_ids >= self._peer.num_blocks):
+        if any(ticket.blocks.block_ids >= self._peer.num_blocks):
             raise TicketRefused(f"transfer {ticket.transfer_id} leaves the peer's {self._peer.num_blocks} blocks")
 
     async def _read(self) -> None:
@@ -112,7 +100,7 @@ class Link:
             return
         handoff.handle(frame)
         if frame.type in {FrameType.COMMITTED, FrameType.REFUSED, FrameType.DRAINED}:
-            self._handoffs.pop(frame.transfer, None)
+            self._forget(frame.transfer)
 
     def _end(self, error: TransferError) -> asyncio.Task[None]:
         """Ends every hand-off now; the task returned releases what is the peer's, and is never cancelled."""

@@ -21,13 +21,13 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Final, TypeVar
 
 from kernels.cuda_driver import CudaDriver
+from kvtransfer.lane_thread import LaneThread
 from kvtransfer.nccl_library import NcclError, NcclLibrary
-from kvtransfer.to_its_end import thread_to_its_end
+from kvtransfer.transport import TransportFull
 from shell.clock import Deadline, MonotonicClock
 from tandem.errors import PeerLost, TransferError
 from tandem.logger import get_logger
@@ -36,6 +36,8 @@ T = TypeVar("T")
 
 _FIRST_PAUSE_S, _LAST_PAUSE_S = 20e-6, 2e-3
 _EXIT_FAILED = 1
+_MAX_CTAS = 4
+"""Thread blocks that a communicator takes while it moves blocks: the rest of the GPU is the engine's."""
 _HUNG_UP = select.POLLRDHUP | select.POLLHUP | select.POLLERR | select.POLLNVAL
 
 _log = get_logger(__name__)
@@ -48,21 +50,6 @@ def end_process() -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
-    """Limits of all communicators of a process."""
-
-    communicators: int = 8
-    """At a time. Each takes 52 to 100 MB of the GPU's memory, beside the pool."""
-    max_ctas: int = 4
-    """Thread blocks that one takes while it moves blocks: the rest of the GPU is the engine's."""
-    begin_s: float = 30.0
-    move_s: float = 10.0
-    """For one WRITE, as a wire that does not move it in `Timing.reply_s` stands still."""
-    abort_s: float = 10.0
-    """After which the process ends."""
-
-
-@dataclass(frozen=True, slots=True)
 class Gpu:
     """What a communicator runs on."""
 
@@ -72,29 +59,49 @@ class Gpu:
     """Ordinal."""
 
 
-class Rules:
-    """What all communicators of a process share."""
+class Communicators:
+    """All communicators of a process: how many there are, and the limits that each keeps."""
 
-    def __init__(self, limits: Limits, end_process: Callable[[], None]) -> None:
-        self.limits: Final = limits
+    def __init__(
+        self,
+        most: int = 8,
+        begin_s: float = 30.0,
+        move_s: float = 10.0,
+        abort_s: float = 10.0,
+        end_process: Callable[[], None] = end_process,
+    ) -> None:
+        """At most `most` at a time: each takes 52 to 100 MB of the GPU's memory, beside the pool.
+
+        `move_s` is for one WRITE, as a wire that does not move it in `Timing.reply_s` stands still. After `abort_s`,
+        `end_process` is called.
+        """
+        self.most: Final = most
+        self.begin_s: Final = begin_s
+        self.move_s: Final = move_s
+        self.abort_s: Final = abort_s
         self.end_process: Final = end_process
-        self.room: Final = threading.BoundedSemaphore(limits.communicators)
+        self.room: Final = threading.BoundedSemaphore(most)
         """Taken by each communicator until nothing of that communicator is left."""
+        self.num_open = 0
+        """Communicators that are not ended."""
 
 
-class Communicator:
-    """Moves device memory to or from one peer. Called on the loop; `close` is due once and does not wait."""
+class Communicator(LaneThread):
+    """Moves device memory to or from one peer. Called on the loop; `end` is due once and does not wait."""
 
-    def __init__(self, gpu: Gpu, rules: Rules) -> None:
+    def __init__(self, gpu: Gpu, all_: Communicators) -> None:
+        """Raises TransportFull if `all_` are open that may be."""
+        if all_.num_open >= all_.most:
+            raise TransportFull(f"nccl has room for {all_.most} communicators, and none is idle")
+        super().__init__("kv-nccl", self._end)
+        all_.num_open += 1
         self._gpu = gpu
-        self._rules = rules
-        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="kv-nccl")
+        self._all = all_
         self._given_up = threading.Event()
         self._sock: socket.socket | None = None
         self._hangups = select.poll()
         self._error: TransferError | None = None
         self._undo: Final = contextlib.ExitStack()
-        self._ending: asyncio.Future[None] | None = None
         self._handle = self._stream = self._event = 0
         self._peer = 0
 
@@ -105,7 +112,7 @@ class Communicator:
 
     async def unique_id(self) -> bytes:
         """For both ranks' `begin`. Raises TransferError."""
-        asked = self._run(self._gpu.library.unique_id)
+        asked = self.start(self._gpu.library.unique_id)
         await asyncio.wait({asked})
         try:
             return asked.result()
@@ -115,34 +122,31 @@ class Communicator:
     def begin(self, unique_id: bytes, rank: int) -> asyncio.Future[None]:
         """Meets the other rank. The future carries PeerLost if that fails."""
         self._peer = 1 - rank
-        return self._run(lambda: self._unless_broken(lambda: self._begin(unique_id, rank)))
+        return self.start(lambda: self._unless_broken(lambda: self._begin(unique_id, rank)))
 
     def move(self, addresses: Callable[[], Sequence[int]], num_bytes: int, *, send: bool) -> asyncio.Future[None]:
         """Sends from, or receives into, spans of `num_bytes` at these device addresses, behind all moves before it.
 
         Once the future is done, nothing reads or writes there. The future carries PeerLost if the move failed.
         """
-        return self._run(lambda: self._unless_broken(lambda: self._move(addresses(), num_bytes, send)))
+        return self.start(lambda: self._unless_broken(lambda: self._move(addresses(), num_bytes, send)))
 
     def give_up(self) -> None:
         """Breaks what runs and all that follows. Idempotent."""
         self._given_up.set()
 
-    def close(self) -> None:
-        """Gives up, and frees everything once that has ended."""
-        self.give_up()
-        self._ending = asyncio.wrap_future(self._thread.submit(self._end))
-        self._thread.shutdown(wait=False)
-
-    async def closed(self) -> None:
-        """After `close`: returns once nothing is left of it and its thread; see `thread_to_its_end`."""
-        if self._ending is not None:
-            await thread_to_its_end(self._thread, self._ending)
-
-    def _run(self, work: Callable[[], T]) -> asyncio.Future[T]:
-        started = asyncio.get_running_loop().run_in_executor(self._thread, work)
+    def start(self, work: Callable[[], T]) -> asyncio.Future[T]:
+        """See `LaneThread`. Whoever started the work may have gone when it fails."""
+        started = super().start(work)
         started.add_done_callback(_collect)
         return started
+
+    def end(self) -> asyncio.Future[None]:
+        """Gives up, and frees everything once that has ended."""
+        if self.ending is None:
+            self._all.num_open -= 1
+        self.give_up()
+        return super().end()
 
     def _unless_broken(self, work: Callable[[], None]) -> None:
         if self._error is not None:
@@ -158,9 +162,9 @@ class Communicator:
             raise self._error from error
 
     def _begin(self, unique_id: bytes, rank: int) -> None:
-        limits, driver, library = self._rules.limits, self._gpu.driver, self._gpu.library
-        self._until(lambda: self._rules.room.acquire(blocking=False), limits.begin_s, "room for a communicator")
-        self._undo.callback(self._rules.room.release)
+        begin_s, driver, library = self._all.begin_s, self._gpu.driver, self._gpu.library
+        self._until(lambda: self._all.room.acquire(blocking=False), begin_s, "room for a communicator")
+        self._undo.callback(self._all.room.release)
         context = driver.retain_context(self._gpu.device)
         self._undo.callback(driver.release_context, self._gpu.device)
         self._undo.enter_context(driver.current(context))
@@ -168,8 +172,8 @@ class Communicator:
         self._undo.callback(driver.stream_destroy, self._stream)
         self._event = driver.event_create()
         self._undo.callback(driver.event_destroy, self._event)
-        self._handle = library.begin(unique_id, rank, limits.max_ctas)
-        self._until(lambda: library.is_ready(self._handle), limits.begin_s, "to meet the peer")
+        self._handle = library.begin(unique_id, rank, _MAX_CTAS)
+        self._until(lambda: library.is_ready(self._handle), begin_s, "to meet the peer")
 
     def _move(self, addresses: Sequence[int], num_bytes: int, send: bool) -> None:
         library, driver = self._gpu.library, self._gpu.driver
@@ -177,7 +181,7 @@ class Communicator:
         with library.grouped():
             for address in addresses:
                 queue(self._handle, self._peer, address, num_bytes, self._stream)
-        move_s = self._rules.limits.move_s
+        move_s = self._all.move_s
         self._until(lambda: library.is_ready(self._handle), move_s, "to begin a move")
         driver.event_record(self._event, self._stream)
         self._until(
@@ -202,7 +206,7 @@ class Communicator:
         handle, self._handle = self._handle, 0
         if not handle:
             return
-        watchdog = threading.Timer(self._rules.limits.abort_s, self._rules.end_process)
+        watchdog = threading.Timer(self._all.abort_s, self._all.end_process)
         watchdog.daemon = True
         watchdog.start()
         try:
@@ -210,7 +214,7 @@ class Communicator:
             self._gpu.driver.stream_synchronize(self._stream)
         except RuntimeError as error:
             _log.critical("nccl communicator did not end", error=str(error))
-            self._rules.end_process()
+            self._all.end_process()
         finally:
             watchdog.cancel()
 
@@ -223,6 +227,6 @@ class Communicator:
 
 
 def _collect(work: asyncio.Future[T]) -> None:
-    """Retrieves the error, so that asyncio does not report it as unread; `_run`'s callers may have gone."""
+    """Retrieves the error, so that asyncio does not report it as unread."""
     if not work.cancelled():
         work.exception()

@@ -11,15 +11,14 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from functools import cache, partial
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
 
+from kvtransfer.lane_thread import LaneThread
 from kvtransfer.pool import Pool
-from kvtransfer.to_its_end import thread_to_its_end
 from shell.config import keep_ucx_off_other_processes
 from tandem.errors import InternalError, PeerLost, TransferError
 from tandem.logger import get_logger
@@ -86,13 +85,14 @@ class _Piece:
         transfer.release()
 
 
-class Agent:
-    """One end of a link in NIXL, on a thread of its own: `open`, then what `start` is given, then `end`.
+class Agent(LaneThread):
+    """One end of a link in NIXL: `open`, then what `start` is given, then `end`.
 
     No exception of NIXL's leaves it: the frames that come with one would keep the agent alive.
     """
 
     def __init__(self, pool: Pool) -> None:
+        super().__init__("kv-nixl", self.drop)
         blocks = torch.from_numpy(pool.rows.array) if pool.device is None else pool.device.blocks
         self._blocks = blocks  # held, so that the memory outlives the agent
         self._nixl: Any = None
@@ -101,8 +101,6 @@ class Agent:
         """Our blocks and the peer's, prepared: a piece is then two lists of block ids."""
         self._due: deque[_Piece] = deque()
         self._under_way: list[_Piece] = []
-        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="kv-nixl")
-        self.ending: asyncio.Future[None] | None = None  # then nothing more can be started
 
     @property
     def region(self) -> Region:
@@ -112,19 +110,13 @@ class Agent:
 
     def start(self, work: Callable[[], T]) -> asyncio.Future[T]:
         """Runs `work`, which calls the methods below, after all that was started before. Raises TransferError."""
-        return asyncio.get_running_loop().run_in_executor(self._thread, _without_frames, work)
+        return super().start(partial(_without_frames, work))
 
     def end(self) -> asyncio.Future[None]:
         """Ends the agent after all that was started. Idempotent. When it is done, nobody writes the rows by it."""
         if self.ending is None:
-            self.ending = self.start(self.drop)
-            self.ending.add_done_callback(_log_failure)
-            self._thread.shutdown(wait=False)
-        return self.ending
-
-    async def ended(self) -> None:
-        """After `end`: returns once nothing is left of the agent and its thread; see `thread_to_its_end`."""
-        await thread_to_its_end(self._thread, self.end())
+            super().end().add_done_callback(_log_failure)
+        return super().end()
 
     def open(self) -> bytes:
         """Registers the blocks. Returns what a peer needs to write there."""

@@ -192,7 +192,7 @@ class OfferTable:
 
     def check_invariants(self) -> None:
         """Raises InternalError if lent blocks and offers disagree, or an ended offer is kept."""
-        named = [ref.block_id for incoming in self._offers.values() for ref in incoming.ticket.blocks]
+        named = [block for incoming in self._offers.values() for block in incoming.ticket.blocks.block_ids.tolist()]
         lent = np.flatnonzero(self._lent).tolist()
         if sorted(named) != lent:
             raise InternalError(f"{len(lent)} blocks are lent, offers name {len(named)}")
@@ -212,7 +212,7 @@ class OfferTable:
 
     def _forget(self, number: int, incoming: Incoming) -> None:
         self._offers.pop(number, None)
-        self._lent[BlockRefs.of(incoming.ticket.blocks).block_ids] = False
+        self._lent[incoming.ticket.blocks.block_ids] = False
 
     def _new_number(self) -> int:
         while (number := secrets.randbits(63)) in self._offers or number == 0:

@@ -10,7 +10,7 @@ import contextlib
 import socket
 from collections.abc import Callable, Sequence
 
-from kvtransfer.base import BlockRef, BlockRefs, Fingerprints, HandoffListener, Offer, PoolMemory
+from kvtransfer.base import BlockRef, Fingerprints, HandoffListener, Offer, PoolMemory
 from kvtransfer.connection import Connection
 from kvtransfer.endpoint import Endpoint
 from kvtransfer.offers import OfferTable
@@ -83,7 +83,7 @@ class KvReceiver:
     ) -> Offer:
         """See `base.Receiver.offer`."""
         ticket = self._table.mint(blocks, listener, expires_in_s, first_block)
-        self._pool.make_ready(BlockRefs.of(blocks).block_ids)
+        self._pool.make_ready(ticket.blocks.block_ids)
         return Offer(ticket.transfer_id, ticket.encode(), self._endpoint)
 
     def withdraw(self, transfer_id: str) -> None:
@@ -141,7 +141,7 @@ class KvReceiver:
                 self._check_room()
                 lane = await self._lane(sock, acceptor, transport)
                 unless_begun.callback(lane.close)
-                session = Session(Connection(sock, self._timing), lane, self._pool, self._table, self._timing.lease_s)
+                session = Session(Connection(sock, self._timing), lane, self._pool, self._table)
             except (TransferError, OSError) as error:
                 _log.warning("kv connection refused", error=str(error))
                 return

@@ -23,6 +23,8 @@ ByteRows: TypeAlias = npt.NDArray[np.uint8]
 """`[R, row_bytes]`, contiguous."""
 RowIds: TypeAlias = npt.NDArray[np.unsignedinteger[Any]]
 """`[n]`."""
+XXH3 = "xxh3-64"
+"""Name of a row's checksum, in HELLO: xxh3-64 with seed 0 over its bytes, computed on the host."""
 _MADV_POPULATE_WRITE = 23
 """Linux 5.14; Python has no name for this advice."""
 _POPULATED_BYTES = 2 * 1024 * 1024

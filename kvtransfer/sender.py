@@ -174,7 +174,7 @@ class KvSender:
             await connection.close()
             await lane.closed()
             raise
-        return Link(connection, lane, theirs, self._pool, self._clock, self._timing)
+        return Link(connection, lane, theirs, self._pool, self._clock)
 
     async def _connect(self, transport: Transport, endpoint: Endpoint) -> tuple[socket.socket, SendingLane]:
         """See `Transport.dial`; if there is no room, the link that has been idle for longest makes it."""
@@ -190,7 +190,7 @@ class KvSender:
             return await transport.dial(self._pool, fields, self._tls)
 
     async def _shake_hands(self, connection: Connection, lane: SendingLane, endpoint: Endpoint) -> Hello:
-        ours = Hello.of(self._pool, lane)
+        ours = lane.hello()
         connection.send(Frame(FrameType.HELLO, payload=ours.encode()))
         theirs = Hello.decode(expect(await lane.receive_hello(connection), FrameType.HELLO).payload)
         compare(ours, theirs)

@@ -37,11 +37,9 @@ class Session:
         lane: ReceivingLane,
         pool: Pool,
         table: OfferTable,
-        handshake_s: float,
     ) -> None:
-        """The sender has `handshake_s` to say who it is. The lane is this session's to close."""
+        """The lane is this session's to close."""
         self._connection = connection
-        self._handshake_s = handshake_s
         self.established = False
         """Whether hands were shaken."""
         self._lane = lane
@@ -88,16 +86,17 @@ class Session:
         await self._connection.finish()
 
     async def _establish(self) -> None:
+        handshake_s = self._connection.timing.lease_s
         try:
-            async with asyncio.timeout(self._handshake_s):
+            async with asyncio.timeout(handshake_s):
                 await self._lane.secure(self._connection)
                 await self._shake_hands()
         except TimeoutError:
-            raise PeerLost(f"no handshake within {self._handshake_s:g} s") from None
+            raise PeerLost(f"no handshake within {handshake_s:g} s") from None
         self.established = True
 
     async def _shake_hands(self) -> None:
-        ours = Hello.of(self._pool, self._lane)
+        ours = self._lane.hello()
         try:
             theirs = Hello.decode(expect(await self._connection.receive(), FrameType.HELLO).payload)
             compare(ours, theirs)
@@ -106,7 +105,7 @@ class Session:
             raise
         self._lane.attach(theirs, agreed_verify(theirs, ours))
         await self._lane.prepare()
-        ours = Hello.of(self._pool, self._lane)
+        ours = self._lane.hello()
         self._lane.send_hello(self._connection, Frame(FrameType.HELLO, payload=ours.encode()))
         self._connection.start()
 

@@ -9,12 +9,11 @@ from __future__ import annotations
 
 import hmac
 import struct
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-from kvtransfer.base import BlockRef, BlockRefs
+from kvtransfer.base import BlockRefs
 from tandem.errors import TicketRefused
 from tandem.types import Incarnation
 
@@ -38,7 +37,7 @@ class Ticket:
     expires_in_ms: int
     first_block: int
     """Blocks before it are the receiver's already: they are not offered and do not travel."""
-    blocks: Sequence[BlockRef]
+    blocks: BlockRefs
 
     @property
     def end(self) -> int:
@@ -63,8 +62,8 @@ class Ticket:
             self.first_block,
             n,
         )
-        refs = BlockRefs.of(self.blocks)
-        return fixed + refs.block_ids.astype("<u4").tobytes() + refs.generations.astype("<u8").tobytes()
+        ids, generations = self.blocks.block_ids, self.blocks.generations
+        return fixed + ids.astype("<u4").tobytes() + generations.astype("<u8").tobytes()
 
     @classmethod
     def decode(cls, data: bytes) -> Ticket:

@@ -25,16 +25,21 @@ import asyncio
 import socket
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import NamedTuple, Protocol
 
 import torch
 
-from kvtransfer.base import BlockRef
+from kernels.digest import MIX64
 from kvtransfer.connection import Connection
+from kvtransfer.device_work import DeviceWork
 from kvtransfer.frame import Frame
-from kvtransfer.handshake import Hello, Speaker
+from kvtransfer.handshake import Hello, fingerprint_fields
+from kvtransfer.lane_thread import LaneThread
 from kvtransfer.pool import Pool
-from kvtransfer.ring import Loan
+from kvtransfer.ring import Loan, Ring
+from kvtransfer.rows import XXH3, RowIds
+from shell.thread_work import to_the_end
 from tandem.errors import TransferError
 from tandem.security.tls import ClientTls, ServerTls
 from tandem.types import BlockId
@@ -68,17 +73,30 @@ class ListenOptions:
     """For connections that leave the machine; None = plain."""
 
 
-class FrameSink(Protocol):
-    """Where a lane's frames go."""
+class Lane:
+    """One end of a connection. A transport's lane derives from `SendingLane` or `ReceivingLane` and replaces what it
+    does otherwise: as they stand, connections are plain, and blocks lie in this side's rows or on its GPU.
+    """
 
-    def send(
-        self, frame: Frame, inline: Sequence[memoryview] = (), *, urgent: bool = False
-    ) -> asyncio.Future[None] | None:
-        """Queues a frame and the payload behind that frame; see `Connection.send`."""
+    name: str
+    """The transport's."""
+    verify: tuple[str, ...]
+    """Ways to verify a block that this end can do, best first. Each is 8 bytes per block."""
+    details: Fields = MappingProxyType({})
+    """What the transport's other end has to know: part of HELLO."""
 
+    def __init__(self, pool: Pool, work: DeviceWork | None = None) -> None:
+        """`work` computes the digests of a pool on a GPU; None = the blocks lie in host memory."""
+        self._pool = pool
+        self._work = work
+        self._threads: list[LaneThread] = [] if work is None else [work]
+        """Ended with the lane."""
+        self.verify = (XXH3,) if work is None else (MIX64,)
 
-class Lane(Speaker, Protocol):
-    """What both ends of a connection have in common."""
+    def hello(self) -> Hello:
+        """What this end says of itself."""
+        prints = fingerprint_fields(self._pool.fingerprints)
+        return Hello(self._pool.incarnation, self.name, self._pool.num_blocks, self.verify, prints, self.details)
 
     async def secure(self, connection: Connection) -> None:
         """Before the first frame: encryption, if any. The caller sets the deadline. Raises TransferError."""
@@ -91,23 +109,38 @@ class Lane(Speaker, Protocol):
         sender gets. The caller sets the deadline. Raises TransferError.
         """
 
+    async def checksums(self, blocks: Sequence[BlockId]) -> tuple[int, ...]:
+        """The 8 bytes that verify each of this side's blocks, of what lies there now. Raises TransferError."""
+        return await (self._pool if self._work is None else self._work).checksums(blocks)
+
     def close(self) -> None:
         """Releases everything that is the peer's; nothing of this lane may be running. Idempotent, never waits."""
+        for thread in self._threads:
+            thread.end()
 
-    async def closed(self) -> None:
-        """After `close`: returns once what it left to a thread has ended too, even if cancelled. Never raises else.
+    async def closed(self) -> bool:
+        """After `close`: returns once what it left to threads has ended too, even if cancelled. Never raises else.
 
-        A thread that hangs is left after `to_its_end.THREAD_ENDS_WITHIN_S`, so that no worker stands still with it.
+        A thread that hangs is left after `lane_thread.THREAD_ENDS_WITHIN_S`, so that no worker stands still with it:
+        False.
         """
+        ended: list[bool] = await to_the_end(asyncio.gather(*(thread.ended() for thread in self._threads)))
+        return all(ended)
 
 
-class SendingLane(Lane, Protocol):
+class SendingLane(Lane):
     """The sender's end."""
+
+    def __init__(self, pool: Pool, ring: Ring | None = None, work: DeviceWork | None = None) -> None:
+        """`ring`: whose rows the blocks of a WRITE pass through; None = they need none."""
+        super().__init__(pool, work)
+        self._ring = ring or Ring()
 
     async def receive_hello(self, connection: Connection) -> Frame:
         """Returns the receiver's first frame, and takes what came along. Raises TransferError."""
+        return await connection.receive()
 
-    def make_ready(self, targets: Sequence[BlockRef]) -> None:
+    def make_ready(self, targets: RowIds) -> None:
         """A hand-off into these blocks of the peer has begun: what this end will write can be mapped. Never waits."""
 
     def reserve(self, num_blocks: int) -> asyncio.Future[Loan]:
@@ -116,26 +149,33 @@ class SendingLane(Lane, Protocol):
         A caller without use for the loan calls `ring.give_up`. The loan is released when the WRITE was answered or its
         hand-off has ended; the lane may do so earlier.
         """
+        return self._ring.take(num_blocks)
 
-    async def place(self, sources: Sequence[BlockId], targets: Sequence[BlockRef], loan: Loan) -> tuple[int, ...]:
+    async def place(self, sources: Sequence[BlockId], targets: Sequence[BlockId], loan: Loan) -> tuple[int, ...]:
         """Before the WRITE: stages the sources if need be and, if this end writes the peer's memory, copies them.
 
         Returns the 8 bytes that verify each block. Never cancelled; raises TransferError.
         """
+        if self._work is not None:
+            return await self._work.checksums(sources)
+        rows = loan.rows_for(sources)
+        await self._pool.stage(sources, rows)
+        return await self._pool.checksums(rows)
 
     def announce(
-        self, sink: FrameSink, write: Frame, sources: Sequence[BlockId], loan: Loan
+        self, connection: Connection, write: Frame, sources: Sequence[BlockId], loan: Loan
     ) -> asyncio.Future[None] | None:
         """Queues the WRITE and whatever has to follow it. Never waits.
 
         Returns a future, done when the sources may be reused; None = they may be already.
         """
+        return connection.send(write)
 
 
-class ReceivingLane(Lane, Protocol):
+class ReceivingLane(Lane):
     """The receiver's end."""
 
-    peer_writes: bool
+    peer_writes = False
     """Whether the peer itself writes into the pool, so that it has to prove that it stopped.
 
     False = only `receive` and `settle` write, and nothing is written once they have returned.
@@ -143,6 +183,7 @@ class ReceivingLane(Lane, Protocol):
 
     def send_hello(self, connection: Connection, hello: Frame) -> None:
         """Sends this side's first frame, and what has to come along with it. Raises TransferError."""
+        connection.send(hello)
 
     def expect(self, num_transfers: int) -> None:
         """`num_transfers` are open from now on; while none is, the peer writes nothing. Never waits."""
@@ -155,9 +196,6 @@ class ReceivingLane(Lane, Protocol):
         `blocks` is empty if the WRITE was not accepted; `num_bytes` come all the same. Leaves `connection` at the
         next frame. Nothing else reads `connection` meanwhile, so the deadline is the lane's. Raises PeerLost.
         """
-
-    async def checksums(self, blocks: Sequence[BlockId]) -> tuple[int, ...]:
-        """The 8 bytes that verify each block, of what lies there now. Raises TransferError."""
 
     async def settle(self, blocks: Sequence[BlockId]) -> None:
         """Brings verified blocks into the pool itself. Raises TransferError.

@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import socket
 import ssl
+from collections.abc import Callable
 from contextlib import suppress
 from typing import Any, Protocol
 
@@ -142,23 +143,22 @@ class TlsWire:
 async def readable(descriptor: socket.socket | int) -> None:
     """Returns once the descriptor can be read; the caller sets the deadline."""
     loop = asyncio.get_running_loop()
-    ready = asyncio.Event()
-    loop.add_reader(descriptor, ready.set)
-    try:
-        await ready.wait()
-    finally:
-        loop.remove_reader(descriptor)
+    await _called_back(descriptor, loop.add_reader, loop.remove_reader)
 
 
 async def writable(sock: socket.socket) -> None:
     """Returns once the socket takes bytes; the caller sets the deadline."""
     loop = asyncio.get_running_loop()
+    await _called_back(sock, loop.add_writer, loop.remove_writer)
+
+
+async def _called_back(descriptor: Any, add: Callable[..., object], remove: Callable[[Any], object]) -> None:
     ready = asyncio.Event()
-    loop.add_writer(sock, ready.set)
+    add(descriptor, ready.set)
     try:
         await ready.wait()
     finally:
-        loop.remove_writer(sock)
+        remove(descriptor)
 
 
 def reason(error: OSError) -> str:

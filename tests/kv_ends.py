@@ -8,9 +8,10 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import numpy as np
 import torch
 
-from kvtransfer.base import BlockRef, Fingerprints, Handoff, Offer, TransferReport
+from kvtransfer.base import BlockRefs, Fingerprints, Handoff, Offer, TransferReport
 from kvtransfer.endpoint import Endpoint
 from kvtransfer.receiver import KvReceiver
 from kvtransfer.sender import KvSender
@@ -48,8 +49,8 @@ async def held_back(work: Awaitable[Any], seconds: float) -> bool:
     return not done
 
 
-def refs_of(blocks: Sequence[int], generation: int = 7) -> tuple[BlockRef, ...]:
-    return tuple(BlockRef(BlockId(block), generation) for block in blocks)
+def refs_of(blocks: Sequence[int], generation: int = 7) -> BlockRefs:
+    return BlockRefs(np.array(blocks, np.uint32), np.full(len(blocks), generation, np.uint64))
 
 
 @dataclass

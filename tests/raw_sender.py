@@ -7,7 +7,7 @@ from contextlib import asynccontextmanager
 
 import torch
 
-from kvtransfer.base import BlockRef, Offer
+from kvtransfer.base import Offer
 from kvtransfer.connection import Connection, expect
 from kvtransfer.endpoint import Endpoint
 from kvtransfer.frame import Frame, FrameType
@@ -39,7 +39,7 @@ class RawSender:
         """
         self._pool.blocks[0] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
         loan = await self._lane.reserve(1)
-        (checksum,) = await self._lane.place((BlockId(0),), (BlockRef(BlockId(block_id), 0),), loan)
+        (checksum,) = await self._lane.place((BlockId(0),), (BlockId(block_id),), loan)
         checksum ^= spoil
         write = Frame(FrameType.WRITE, number, payload=Write(0, (checksum,)).encode())
         sent = self._lane.announce(self.connection, write, (BlockId(0),), loan)
@@ -73,7 +73,7 @@ async def raw(offer: Offer, transport: str, hello: Hello | None = None) -> Async
     try:
         await lane.secure(connection)
         connection.start()
-        ours = hello or Hello.of(local, lane)
+        ours = hello or lane.hello()
         connection.send(Frame(FrameType.HELLO, payload=ours.encode()))
         theirs = Hello.decode(expect(await lane.receive_hello(connection), FrameType.HELLO).payload)
         if hello is None:

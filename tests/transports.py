@@ -11,7 +11,7 @@ import gc
 import mmap
 import os
 import secrets
-from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
@@ -22,6 +22,7 @@ import torch
 from kvtransfer import nixl_agent
 from kvtransfer.base import Fingerprints, PoolMemory
 from kvtransfer.rows import Rows
+from shell.thread_work import to_the_end
 from tandem.errors import TransferError
 from tandem.kv_layout import DType, KvLayout
 from tandem.types import BlockId, Incarnation
@@ -83,10 +84,12 @@ class CopiedStaging:
         self.on_copied: Callable[[], None] = _is_ready
 
     async def copy_out(self, block_ids: Sequence[BlockId], into: Rows, rows: Sequence[int]) -> None:
-        await self._to_the_end(self._copy(self._blocks, tuple(block_ids), into, tuple(rows)))
+        copy = self._copy(self._blocks, tuple(block_ids), into, tuple(rows))
+        await to_the_end(asyncio.ensure_future(copy))
 
     async def copy_in(self, source: Rows, rows: Sequence[int], block_ids: Sequence[BlockId]) -> None:
-        await self._to_the_end(self._copy(source, tuple(rows), self._blocks, tuple(block_ids)))
+        copy = self._copy(source, tuple(rows), self._blocks, tuple(block_ids))
+        await to_the_end(asyncio.ensure_future(copy))
 
     async def _copy(self, source: Rows, sources: Sequence[int], target: Rows, targets: Sequence[int]) -> None:
         self.begun.set()
@@ -95,19 +98,6 @@ class CopiedStaging:
             raise self.error
         source.copy_to(target, sources, targets)
         self.on_copied()
-
-    @staticmethod
-    async def _to_the_end(work: Coroutine[Any, Any, None]) -> None:
-        """A caller that is cancelled is so after the copy."""
-        copy, cancelled = asyncio.ensure_future(work), False
-        while not copy.done():
-            try:
-                await asyncio.wait({copy})
-            except asyncio.CancelledError:
-                cancelled = True
-        if cancelled:
-            raise asyncio.CancelledError
-        copy.result()
 
 
 class StagedPool:

@@ -164,7 +164,7 @@ class StepEngine(Protocol):
         """Hands over a step; at most two may be in flight. The seqs' tables have been read when it returns.
 
         The result raises what the step raised, once the device no longer uses its blocks. It must not be cancelled:
-        wait with `engine.thread_work.to_the_end`, which does not end before the step.
+        wait with `shell.thread_work.to_the_end`, which does not end before the step.
         """
 
 

@@ -27,9 +27,9 @@ from dataclasses import dataclass
 from engine.engine_thread import EngineBroken
 from engine.sequence import Sequence
 from engine.step import BrokenLogits, Sampled, ScheduledSeq, Scores, StepFailed, StepResult
-from engine.thread_work import to_the_end
 from shell.telemetry.events import PrefixLookedUp, Started, StepEnded
 from shell.telemetry.logging import get_logger
+from shell.thread_work import to_the_end
 from tandem.errors import TandemError
 from worker.budget import ChunkBudget
 from worker.ports import WorkerParts

@@ -19,17 +19,15 @@ import torch
 
 from kernels.cuda_driver import CudaDriver, CudaError
 from kernels.cuda_memory import map_shared
-from kernels.digest import MIX64
-from kvtransfer.base import BlockRef, DeviceMemory
+from kvtransfer.base import DeviceMemory
 from kvtransfer.connection import Connection
+from kvtransfer.device_work import DeviceWork
 from kvtransfer.fields import required, required_int
 from kvtransfer.frame import Frame
 from kvtransfer.handshake import Hello
 from kvtransfer.pool import Pool
 from kvtransfer.ring import Loan
 from kvtransfer.transport import Acceptor, Fields, ListenOptions, SendingLane, TransportStatus
-from kvtransfer.transports.device import DeviceWork
-from kvtransfer.transports.host import HostSendingLane
 from kvtransfer.transports.same_host import (
     SharingLane,
     acceptor,
@@ -204,17 +202,16 @@ def _until_stopped(driver: CudaDriver, stream: int) -> None:
         raise _NotStopped(str(error)) from error
 
 
-class _SendingLane(HostSendingLane):
+class _SendingLane(SendingLane):
     """Implements `transport.SendingLane`: copies between the GPUs, past host memory."""
 
     name = NAME
-    verify: tuple[str, ...] = (MIX64,)
+    _work: DeviceWork
 
     def __init__(self, pool: Pool, memory: DeviceMemory, copier: _Copier) -> None:
-        super().__init__(pool)
+        super().__init__(pool, work=DeviceWork(memory.blocks, copier.close))
         self._copier = copier
         self._source = memory.blocks.data_ptr()
-        self._work = DeviceWork(memory.blocks)
         self._connection: Connection | None = None
 
     async def receive_hello(self, connection: Connection) -> Frame:
@@ -231,10 +228,10 @@ class _SendingLane(HostSendingLane):
         if theirs.num_blocks * self._pool.block_bytes > self._copier.size_bytes:
             raise TransferError("the peer's allocation is smaller than its pool")
 
-    async def place(self, sources: Sequence[BlockId], targets: Sequence[BlockRef], loan: Loan) -> tuple[int, ...]:
+    async def place(self, sources: Sequence[BlockId], targets: Sequence[BlockId], loan: Loan) -> tuple[int, ...]:
         """Copies run by run, and digests the sources while the copies run."""
         size, pieces = self._pool.block_bytes, []
-        for source, target, count in _runs(sources, [target.block_id for target in targets]):
+        for source, target, count in _runs(sources, targets):
             pieces.append((target * size, self._source + source * size, count * size))
         try:
             return await self._work.run(partial(self._copier.copy, pieces, partial(self._work.digests, sources)))
@@ -243,12 +240,11 @@ class _SendingLane(HostSendingLane):
                 self._cut()
             raise
 
-    def close(self) -> None:
-        self._work.close(self._copier.close)
-
-    async def closed(self) -> None:
-        if not await self._work.closed():
+    async def closed(self) -> bool:
+        ended = await super().closed()
+        if not ended:
             self._cut()
+        return ended
 
     def _cut(self) -> None:
         """Nothing that is said here may claim that this process has stopped writing: now only its death proves it."""
@@ -261,24 +257,9 @@ class _ReceivingLane(SharingLane):
     """Shares the allocation with a peer process and digests what that process wrote."""
 
     name = NAME
-    verify: tuple[str, ...] = (MIX64,)
 
     def __init__(self, pool: Pool, memory: DeviceMemory, shared_fd: int, sock: socket.socket) -> None:
-        super().__init__(pool, shared_fd, sock)
-        self._work = DeviceWork(memory.blocks)
-
-    async def checksums(self, blocks: Sequence[BlockId]) -> tuple[int, ...]:
-        return await self._work.run(partial(self._work.digests, blocks))
-
-    async def settle(self, blocks: Sequence[BlockId]) -> None:
-        """Does nothing: the blocks are in the pool already."""
-
-    def close(self) -> None:
-        self._work.close()
-        super().close()
-
-    async def closed(self) -> None:
-        await self._work.closed()
+        super().__init__(pool, shared_fd, sock, DeviceWork(memory.blocks))
 
 
 def _ordinal(memory: DeviceMemory) -> int:

@@ -1,29 +1,15 @@
-"""What transports that move blocks in host memory have in common: xxh3-64 of each block, and a stream socket.
-
-A lane of such a transport derives from these and replaces what it does otherwise.
-"""
+"""What transports that move blocks in host memory have in common: their status, and stream sockets."""
 
 from __future__ import annotations
 
 import asyncio
 import socket
-from collections.abc import Callable, Sequence
-from types import MappingProxyType
 from typing import Any, TypeAlias
 
 import torch
 
-from kvtransfer.base import BlockRef
-from kvtransfer.connection import Connection
-from kvtransfer.frame import Frame
-from kvtransfer.handshake import Hello
-from kvtransfer.pool import Pool
-from kvtransfer.ring import Loan, Ring
-from kvtransfer.transport import Fields, FrameSink, TransportStatus
-from tandem.types import BlockId
+from kvtransfer.transport import TransportStatus
 
-XXH3 = "xxh3-64"
-"""xxh3-64 with seed 0 over a row's bytes, computed on the host."""
 _BACKLOG = 128
 _Address: TypeAlias = tuple[Any, ...] | str
 
@@ -58,86 +44,3 @@ async def connected(sock: socket.socket, address: _Address) -> socket.socket:
         sock.close()
         raise
     return sock
-
-
-class HostLane:
-    """Implements `transport.Lane`: plain, without details, holding nothing of the peer."""
-
-    name: str
-    verify: tuple[str, ...] = (XXH3,)
-    details: Fields = MappingProxyType({})
-
-    def __init__(self, pool: Pool) -> None:
-        self._pool = pool
-
-    async def secure(self, connection: Connection) -> None:
-        """Nothing to do."""
-
-    def attach(self, theirs: Hello, verify: str) -> None:
-        """Nothing to do."""
-
-    async def prepare(self) -> None:
-        """Nothing to wait for."""
-
-    def close(self) -> None:
-        """Nothing to release."""
-
-    async def closed(self) -> None:
-        """Nothing is left to a thread."""
-
-
-class HostSendingLane(HostLane):
-    """Implements `transport.SendingLane`, except that nothing moves."""
-
-    def __init__(self, pool: Pool, ring: Ring | None = None) -> None:
-        """`ring`: whose rows the blocks of a WRITE pass through; None = they need none."""
-        super().__init__(pool)
-        self._ring = ring or Ring()
-
-    async def receive_hello(self, connection: Connection) -> Frame:
-        """See `SendingLane`."""
-        return await connection.receive()
-
-    def make_ready(self, targets: Sequence[BlockRef]) -> None:
-        """Nothing to do where this end writes nothing."""
-
-    def reserve(self, num_blocks: int) -> asyncio.Future[Loan]:
-        """See `SendingLane`."""
-        return self._ring.take(num_blocks)
-
-    async def place(self, sources: Sequence[BlockId], targets: Sequence[BlockRef], loan: Loan) -> tuple[int, ...]:
-        """See `SendingLane`: brings the blocks into this side's rows."""
-        rows = loan.rows_for(sources)
-        await self._pool.stage(sources, rows)
-        return await self._pool.checksums(rows)
-
-    def announce(
-        self, sink: FrameSink, write: Frame, sources: Sequence[BlockId], loan: Loan
-    ) -> asyncio.Future[None] | None:
-        """See `SendingLane`."""
-        return sink.send(write)
-
-
-class HostReceivingLane(HostLane):
-    """Implements `transport.ReceivingLane` for a peer that itself writes into the pool; `peer_dead` is missing."""
-
-    peer_writes = True
-
-    def send_hello(self, connection: Connection, hello: Frame) -> None:
-        """See `ReceivingLane`."""
-        connection.send(hello)
-
-    def expect(self, num_transfers: int) -> None:
-        """Nothing to do for a peer that itself writes."""
-
-    async def receive(
-        self, connection: Connection, blocks: Sequence[BlockId], num_bytes: int, wanted: Callable[[], bool]
-    ) -> None:
-        """Takes nothing: the payload is in memory already."""
-
-    async def checksums(self, blocks: Sequence[BlockId]) -> tuple[int, ...]:
-        """See `ReceivingLane`."""
-        return await self._pool.checksums(blocks)
-
-    async def settle(self, blocks: Sequence[BlockId]) -> None:
-        """Does nothing: the blocks were verified in the pool itself."""

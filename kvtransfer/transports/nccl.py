@@ -20,29 +20,20 @@ from functools import cache
 import torch
 
 from kernels.cuda_driver import CudaDriver, CudaError
-from kernels.digest import MIX64
-from kvtransfer.base import BlockRef, DeviceMemory
+from kvtransfer.base import DeviceMemory
 from kvtransfer.connection import Connection
+from kvtransfer.device_work import DeviceWork
 from kvtransfer.frame import Frame
 from kvtransfer.handshake import Hello
-from kvtransfer.nccl_communicator import Communicator, Gpu, Limits, Rules, end_process
+from kvtransfer.nccl_communicator import Communicator, Communicators, Gpu
 from kvtransfer.nccl_library import UNIQUE_ID_BYTES, NcclError, NcclLibrary
 from kvtransfer.pool import Pool
 from kvtransfer.ring import Loan
-from kvtransfer.to_its_end import to_its_end
-from kvtransfer.transport import (
-    Acceptor,
-    Fields,
-    FrameSink,
-    ListenOptions,
-    SendingLane,
-    TransportFull,
-    TransportStatus,
-)
+from kvtransfer.transport import Acceptor, Fields, ListenOptions, SendingLane, TransportStatus
 from kvtransfer.transports import tcp
 from kvtransfer.transports.cuda_ipc import system_driver
-from kvtransfer.transports.device import DeviceWork
 from kvtransfer.transports.same_host import boot_id
+from shell.thread_work import to_the_end
 from tandem.errors import ConfigError, FrameError, TransferError
 from tandem.security.tls import ClientTls, ServerTls
 from tandem.types import BlockId
@@ -67,14 +58,12 @@ class NcclTransport:
         self,
         driver: Callable[[], CudaDriver] = system_driver,
         library: Callable[[], NcclLibrary] = system_library,
-        limits: Limits | None = None,
-        stop: Callable[[], None] = end_process,
+        communicators: Communicators | None = None,
     ) -> None:
-        """`driver` and `library` are asked when a pool is on a GPU, and may raise. `stop` ends the process."""
+        """`driver` and `library` are asked when a pool is on a GPU, and may raise."""
         self._driver = driver
         self._library = library
-        self._rules = Rules(limits or Limits(), stop)
-        self._num_lanes = 0
+        self._communicators = communicators or Communicators()
 
     def probe(self, device: torch.device) -> TransportStatus:
         """See `Transport`."""
@@ -121,21 +110,15 @@ class NcclTransport:
         try:
             sock = await tcp.dial(host, port)
         except BaseException:
-            communicator.close()
-            await communicator.closed()
+            communicator.end()
+            await to_the_end(asyncio.ensure_future(communicator.ended()))
             raise
         return sock, _SendingLane(pool, pool.device, communicator, host, tls)
 
-    def _communicator(self, memory: DeviceMemory) -> _Counted:
+    def _communicator(self, memory: DeviceMemory) -> Communicator:
         """Raises TransportFull."""
-        most = self._rules.limits.communicators
-        if self._num_lanes >= most:
-            raise TransportFull(f"nccl has room for {most} communicators, and none is idle")
         gpu = Gpu(self._driver(), self._library(), memory.blocks.device.index or 0)
-        return _Counted(gpu, self._rules, self._count)
-
-    def _count(self, change: int) -> None:
-        self._num_lanes += change
+        return Communicator(gpu, self._communicators)
 
     def _own(self, memory: DeviceMemory) -> dict[str, str]:
         """What both sides compare. Raises CudaError, NcclError."""
@@ -143,27 +126,10 @@ class NcclTransport:
         return {"gpu": gpu, "version": self._library().version}
 
 
-class _Counted(Communicator):
-    """Takes its place among the process's from the start until `close`."""
-
-    def __init__(self, gpu: Gpu, rules: Rules, count: Callable[[int], None]) -> None:
-        super().__init__(gpu, rules)
-        self._count: Callable[[int], None] | None = count
-        count(1)
-
-    def close(self) -> None:
-        """Idempotent."""
-        if self._count is not None:
-            self._count(-1)
-            self._count = None
-            super().close()
-
-
 class _SendingLane(tcp.NetworkSendingLane):
     """Sends from the pool itself."""
 
     name = NAME
-    verify: tuple[str, ...] = (MIX64,)
 
     def __init__(
         self,
@@ -173,11 +139,11 @@ class _SendingLane(tcp.NetworkSendingLane):
         host: str,
         tls: ClientTls | None,
     ) -> None:
-        super().__init__(pool, host, tls)
+        super().__init__(pool, host, tls, work=DeviceWork(memory.blocks))
         self._communicator = communicator
+        self._threads.append(communicator)
         self._unique_id = b""
         self._source = memory.blocks.data_ptr()
-        self._work = DeviceWork(memory.blocks)
         self._begun: asyncio.Future[None] | None = None
 
     async def secure(self, connection: Connection) -> None:
@@ -198,40 +164,26 @@ class _SendingLane(tcp.NetworkSendingLane):
         if self._begun is not None:
             self._begun.result()
 
-    async def place(self, sources: Sequence[BlockId], targets: Sequence[BlockRef], loan: Loan) -> tuple[int, ...]:
-        return await self._work.run(lambda: self._work.digests(sources))
-
     def announce(
-        self, sink: FrameSink, write: Frame, sources: Sequence[BlockId], loan: Loan
+        self, connection: Connection, write: Frame, sources: Sequence[BlockId], loan: Loan
     ) -> asyncio.Future[None] | None:
-        sink.send(write)
+        connection.send(write)
         size = self._pool.block_bytes
         return self._communicator.move(lambda: [self._source + source * size for source in sources], size, send=True)
-
-    def close(self) -> None:
-        self._communicator.close()
-        self._work.close()
-
-    async def closed(self) -> None:
-        try:
-            await self._communicator.closed()
-        finally:
-            await self._work.closed()
 
 
 class _ReceivingLane(tcp.NetworkReceivingLane):
     """Receives into the pool itself, or into scrap."""
 
     name = NAME
-    verify: tuple[str, ...] = (MIX64,)
-    peer_writes = False
+    _work: DeviceWork
 
     def __init__(self, pool: Pool, memory: DeviceMemory, communicator: Communicator, tls: ServerTls | None) -> None:
-        super().__init__(pool, tls)
+        super().__init__(pool, tls, DeviceWork(memory.blocks))
         self._communicator = communicator
+        self._threads.append(communicator)
         self._blocks = memory.blocks
         self._scrap: torch.Tensor | None = None
-        self._work = DeviceWork(memory.blocks)
 
     async def secure(self, connection: Connection) -> None:
         await super().secure(connection)
@@ -247,24 +199,7 @@ class _ReceivingLane(tcp.NetworkReceivingLane):
         size = self._pool.block_bytes
         targets, count = tuple(blocks) if wanted() else (), num_bytes // size
         received = self._communicator.move(lambda: self._addresses(targets, count), size, send=False)
-        await to_its_end(received, self._communicator.give_up)
-        received.result()
-
-    async def checksums(self, blocks: Sequence[BlockId]) -> tuple[int, ...]:
-        return await self._work.run(lambda: self._work.digests(blocks))
-
-    async def peer_dead(self) -> None:
-        """At once: the peer never could write."""
-
-    def close(self) -> None:
-        self._communicator.close()
-        self._work.close()
-
-    async def closed(self) -> None:
-        try:
-            await self._communicator.closed()
-        finally:
-            await self._work.closed()
+        await to_the_end(received, self._communicator.give_up)
 
     def _addresses(self, targets: Sequence[BlockId], count: int) -> list[int]:
         """Returns the addresses of `targets`, or `count` times the same scrap."""

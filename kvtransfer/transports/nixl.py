@@ -30,9 +30,8 @@ from typing import Any
 
 import torch
 
-from kernels.digest import MIX64
-from kvtransfer.base import BlockRef
 from kvtransfer.connection import Connection
+from kvtransfer.device_work import DeviceWork
 from kvtransfer.fields import required, required_int
 from kvtransfer.handshake import Hello
 from kvtransfer.nixl_agent import Agent, Region, load
@@ -40,8 +39,7 @@ from kvtransfer.pool import Pool
 from kvtransfer.ring import Loan
 from kvtransfer.transport import Acceptor, Fields, ListenOptions, SendingLane, TransportStatus
 from kvtransfer.transports import tcp
-from kvtransfer.transports.device import DeviceWork
-from kvtransfer.transports.host import XXH3, host_status
+from kvtransfer.transports.host import host_status
 from tandem.errors import ConfigError, InternalError, TransferError
 from tandem.logger import get_logger
 from tandem.security.tls import ClientTls, ServerTls
@@ -111,14 +109,13 @@ class _SendingLane(tcp.NetworkSendingLane):
     name = NAME
 
     def __init__(self, pool: Pool, host: str, tls: ClientTls | None) -> None:
-        super().__init__(pool, host, tls)
+        super().__init__(pool, host, tls, work=_device_work(pool))
         self._agent = Agent(pool)
+        self._threads.append(self._agent)
         self._connection: Connection | None = None
         self._opening: asyncio.Future[bytes] | None = None
         self._peer: tuple[bytes, Region] | None = None
         """Its metadata, and where its blocks lie."""
-        self._work = _device_work(pool)
-        self.verify = (XXH3,) if self._work is None else (MIX64,)
 
     async def secure(self, connection: Connection) -> None:
         self._connection = connection
@@ -143,28 +140,15 @@ class _SendingLane(tcp.NetworkSendingLane):
         await self._opening
         await self._agent.start(partial(self._agent.join, *self._peer))
 
-    async def place(self, sources: Sequence[BlockId], targets: Sequence[BlockRef], loan: Loan) -> tuple[int, ...]:
+    async def place(self, sources: Sequence[BlockId], targets: Sequence[BlockId], loan: Loan) -> tuple[int, ...]:
         connection, digests = self._connection, self._pool.rows.checksums if self._work is None else self._work.digests
         if connection is None:
             raise InternalError("a lane places blocks before it is secured")
-        into = [target.block_id for target in targets]
         try:
-            return await self._agent.write(sources, into, partial(digests, sources), connection.timing.reply_s)
+            return await self._agent.write(sources, targets, partial(digests, sources), connection.timing.reply_s)
         except TransferError as error:
             connection.cut(error)
             raise
-
-    def close(self) -> None:
-        self._agent.end()
-        if self._work is not None:
-            self._work.close()
-
-    async def closed(self) -> None:
-        try:
-            await self._agent.ended()
-        finally:
-            if self._work is not None:
-                await self._work.closed()
 
 
 class _ReceivingLane(tcp.NetworkReceivingLane):
@@ -172,12 +156,13 @@ class _ReceivingLane(tcp.NetworkReceivingLane):
 
     name = NAME
 
+    peer_writes = True
+
     def __init__(self, pool: Pool, tls: ServerTls | None) -> None:
-        super().__init__(pool, tls)
+        super().__init__(pool, tls, _device_work(pool))
         self._agent = Agent(pool)
+        self._threads.append(self._agent)
         self._stop_taking: threading.Event | None = None
-        self._work = _device_work(pool)
-        self.verify = (XXH3,) if self._work is None else (MIX64,)
 
     async def prepare(self) -> None:
         metadata, region = await self._agent.start(self._agent.open), self._agent.region
@@ -187,11 +172,6 @@ class _ReceivingLane(tcp.NetworkReceivingLane):
             "device": str(region.device),
             "address": str(region.address),
         }
-
-    async def checksums(self, blocks: Sequence[BlockId]) -> tuple[int, ...]:
-        if self._work is None:
-            return await super().checksums(blocks)
-        return await self._work.run(partial(self._work.digests, blocks))
 
     def expect(self, num_transfers: int) -> None:
         if self._agent.ending is not None:  # what was open then ends one by one
@@ -211,16 +191,7 @@ class _ReceivingLane(tcp.NetworkReceivingLane):
 
     def close(self) -> None:
         self.expect(0)
-        self._agent.end()
-        if self._work is not None:
-            self._work.close()
-
-    async def closed(self) -> None:
-        try:
-            await self._agent.ended()
-        finally:
-            if self._work is not None:
-                await self._work.closed()
+        super().close()
 
 
 def _has_blocks(pool: Pool) -> bool:

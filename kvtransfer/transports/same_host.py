@@ -17,10 +17,11 @@ import sys
 from collections.abc import Callable
 
 from kvtransfer.connection import Connection
+from kvtransfer.device_work import DeviceWork
 from kvtransfer.frame import HEADER_BYTES, Frame
 from kvtransfer.pool import Pool
 from kvtransfer.transport import Acceptor, Fields, ReceivingLane
-from kvtransfer.transports.host import HostReceivingLane, connected, listening
+from kvtransfer.transports.host import connected, listening
 from kvtransfer.wire import readable
 from tandem.errors import ConfigError, PeerLost, TransferError
 
@@ -119,12 +120,14 @@ def cannot_watch() -> str | None:
     return None
 
 
-class SharingLane(HostReceivingLane):
+class SharingLane(ReceivingLane):
     """Shares memory with a peer process and watches that process through a pidfd."""
 
-    def __init__(self, pool: Pool, shared_fd: int, sock: socket.socket) -> None:
+    peer_writes = True
+
+    def __init__(self, pool: Pool, shared_fd: int, sock: socket.socket, work: DeviceWork | None = None) -> None:
         """Raises TransferError unless the peer is ours and its death can be proven."""
-        super().__init__(pool)
+        super().__init__(pool, work)
         self._shared_fd = shared_fd
         pid, uid, _ = _UCRED.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size))
         if uid != os.getuid():
@@ -148,6 +151,7 @@ class SharingLane(HostReceivingLane):
 
     def close(self) -> None:
         """See `Lane`."""
+        super().close()
         if self._pidfd is not None:
             os.close(self._pidfd)
             self._pidfd = None

@@ -17,24 +17,22 @@ from functools import partial
 import numpy as np
 import torch
 
-from kvtransfer.base import BlockRef, BlockRefs
 from kvtransfer.connection import Connection
 from kvtransfer.fields import required, required_int
 from kvtransfer.frame import Frame
 from kvtransfer.handshake import Hello
 from kvtransfer.pool import Pool
 from kvtransfer.ring import Loan, Ring
-from kvtransfer.rows import Rows
+from kvtransfer.rows import RowIds, Rows
 from kvtransfer.transport import (
     Acceptor,
     Fields,
-    FrameSink,
     ListenOptions,
     SendingLane,
     TransportFull,
     TransportStatus,
 )
-from kvtransfer.transports.host import HostSendingLane, host_status
+from kvtransfer.transports.host import host_status
 from kvtransfer.transports.same_host import (
     SharingLane,
     acceptor,
@@ -85,7 +83,7 @@ class ShmTransport:
         return await dial(required(fields, "unix_name")), _SendingLane(pool)
 
 
-class _SendingLane(HostSendingLane):
+class _SendingLane(SendingLane):
     """Copies blocks into the peer's rows, mapped by the descriptor that came with its HELLO.
 
     Blocks of a staged pool are copied there at once, not into rows of this side.
@@ -132,22 +130,21 @@ class _SendingLane(HostSendingLane):
         if self._mapping is not None:
             self._mapping.close()
 
-    def make_ready(self, targets: Sequence[BlockRef]) -> None:
+    def make_ready(self, targets: RowIds) -> None:
         if not self._names_rows and self._peer is not None:
-            self._pool.populate(self._peer, BlockRefs.of(targets).block_ids)
+            self._pool.populate(self._peer, targets)
 
-    async def place(self, sources: Sequence[BlockId], targets: Sequence[BlockRef], loan: Loan) -> tuple[int, ...]:
+    async def place(self, sources: Sequence[BlockId], targets: Sequence[BlockId], loan: Loan) -> tuple[int, ...]:
         if self._peer is None:
             raise PeerLost("the mapping of the peer's pool is closed")
-        rows = loan.rows_for(BlockRefs.of(targets).block_ids.tolist())
-        return await self._pool.copy_to(self._peer, sources, rows)
+        return await self._pool.copy_to(self._peer, sources, loan.rows_for(targets))
 
     def announce(
-        self, sink: FrameSink, write: Frame, sources: Sequence[BlockId], loan: Loan
+        self, connection: Connection, write: Frame, sources: Sequence[BlockId], loan: Loan
     ) -> asyncio.Future[None] | None:
         if not self._names_rows:
-            return sink.send(write)
-        sink.send(write, [memoryview(np.array(loan.rows, _ROW).tobytes())])  # nothing waits for it to leave
+            return connection.send(write)
+        connection.send(write, [memoryview(np.array(loan.rows, _ROW).tobytes())])  # nothing waits for it to leave
         return None
 
     def _close_descriptor(self) -> None:

@@ -10,12 +10,13 @@ from collections.abc import Callable, Sequence
 import torch
 
 from kvtransfer.connection import Connection
+from kvtransfer.device_work import DeviceWork
 from kvtransfer.fields import required, required_int
 from kvtransfer.frame import Frame
 from kvtransfer.pool import Pool
 from kvtransfer.ring import Loan, Ring
-from kvtransfer.transport import Acceptor, Fields, FrameSink, ListenOptions, SendingLane, TransportStatus
-from kvtransfer.transports.host import HostReceivingLane, HostSendingLane, connected, host_status, listening
+from kvtransfer.transport import Acceptor, Fields, ListenOptions, ReceivingLane, SendingLane, TransportStatus
+from kvtransfer.transports.host import connected, host_status, listening
 from tandem.errors import ConfigError, HandshakeMismatch, TransferError
 from tandem.security.tls import ClientTls, ServerTls
 from tandem.types import BlockId
@@ -79,12 +80,19 @@ class TcpTransport:
         return await dial(host, port), _SendingLane(pool, host, tls, pool.leaving)
 
 
-class NetworkSendingLane(HostSendingLane):
+class NetworkSendingLane(SendingLane):
     """A lane whose control protocol runs over TCP, inside TLS if there is any."""
 
-    def __init__(self, pool: Pool, host: str, tls: ClientTls | None, ring: Ring | None = None) -> None:
+    def __init__(
+        self,
+        pool: Pool,
+        host: str,
+        tls: ClientTls | None,
+        ring: Ring | None = None,
+        work: DeviceWork | None = None,
+    ) -> None:
         """`host`: whom the peer's certificate names, unless `tls` says another."""
-        super().__init__(pool, ring)
+        super().__init__(pool, ring, work)
         self._host = host
         self._tls = tls
 
@@ -94,11 +102,11 @@ class NetworkSendingLane(HostSendingLane):
             await connection.begin_tls(self._tls.context(), self._tls.server_name or self._host)
 
 
-class NetworkReceivingLane(HostReceivingLane):
+class NetworkReceivingLane(ReceivingLane):
     """The other end of a `NetworkSendingLane`."""
 
-    def __init__(self, pool: Pool, tls: ServerTls | None) -> None:
-        super().__init__(pool)
+    def __init__(self, pool: Pool, tls: ServerTls | None, work: DeviceWork | None = None) -> None:
+        super().__init__(pool, work)
         self._tls = tls
 
     async def secure(self, connection: Connection) -> None:
@@ -113,12 +121,12 @@ class _SendingLane(NetworkSendingLane):
     name = NAME
 
     def announce(
-        self, sink: FrameSink, write: Frame, sources: Sequence[BlockId], loan: Loan
+        self, connection: Connection, write: Frame, sources: Sequence[BlockId], loan: Loan
     ) -> asyncio.Future[None] | None:
         spans = self._pool.rows.spans(loan.rows_for(sources))
         if len(spans) > 1 and self._pool.block_bytes < _JOIN_BELOW_BYTES:
             spans = [memoryview(b"".join(spans))]
-        sent = sink.send(write, spans)
+        sent = connection.send(write, spans)
         if sent is None:
             loan.release()
         else:
@@ -133,7 +141,6 @@ class _ReceivingLane(NetworkReceivingLane):
     """
 
     name = NAME
-    peer_writes = False
 
     def __init__(self, pool: Pool, tls: ServerTls | None) -> None:
         super().__init__(pool, tls)
@@ -143,7 +150,7 @@ class _ReceivingLane(NetworkReceivingLane):
     async def receive(
         self, connection: Connection, blocks: Sequence[BlockId], num_bytes: int, wanted: Callable[[], bool]
     ) -> None:
-        """See `ReceivingLane`: takes as many blocks at a time as there are rows for.
+        """Takes as many blocks at a time as there are rows for.
 
         The first copy that fails is the last: `checksums` raises it, as the payload has to leave the connection first.
         """
@@ -163,9 +170,6 @@ class _ReceivingLane(NetworkReceivingLane):
         if self._failure is not None:
             raise self._failure
         return tuple(self._found)
-
-    async def peer_dead(self) -> None:
-        """At once: the peer never could write."""
 
     async def _receive_rows(
         self, connection: Connection, rows: Sequence[int], blocks: Sequence[BlockId], wanted: Callable[[], bool]

@@ -132,7 +132,7 @@ def _patch_link(stand: Stand) -> None:
 async def _commit(handoff: Any, stand: Stand) -> None:
     committing = asyncio.ensure_future(handoff.commit(PAYLOAD))
     await asyncio.sleep(0)
-    while handoff._sink._connection._outbox:  # noqa: ASYNC110  an outbox tells nobody
+    while handoff._connection._outbox:  # noqa: ASYNC110  an outbox tells nobody
         await asyncio.sleep(0)
     stand.at("committing")
     await committing

@@ -17,7 +17,6 @@ from collections.abc import Sequence
 from multiprocessing.connection import Connection as Pipe
 from typing import Any
 
-from kvtransfer.base import BlockRef
 from kvtransfer.receiver import KvReceiver
 from kvtransfer.sender import KvSender
 from kvtransfer.timing import Timing
@@ -56,18 +55,18 @@ class _HalfLane:
         self._go = threading.Event()
         self.release = self._go.set
 
-    async def place(self, sources: Any, targets: Sequence[BlockRef], room: Any) -> Any:
+    async def place(self, sources: Any, targets: Sequence[BlockId], room: Any) -> Any:
         if self.name == "shm":
-            self._lane._peer.spans((targets[0].block_id,))[0][:HALF] = bytes([FILL]) * HALF
+            self._lane._peer.spans((targets[0],))[0][:HALF] = bytes([FILL]) * HALF
         if self.name == "nixl":
-            await self._lane._agent.start(lambda: self._write_half(targets[0].block_id))
+            await self._lane._agent.start(lambda: self._write_half(targets[0]))
         if self.name != "tcp":
             self._pipe.send("half written")
             await asyncio.get_running_loop().run_in_executor(None, self._go.wait)
         return await self._lane.place(sources, targets, room)
 
     def announce(self, sink: Any, write: Any, sources: Any, room: Any) -> Any:
-        return self._lane.announce(_HalfSink(sink, self._pipe), write, sources, room)
+        return self._lane.announce(_HalfConnection(sink, self._pipe), write, sources, room)
 
     def _write_half(self, target: BlockId) -> None:
         agent, (metadata, region) = self._lane._agent, self._lane._peer
@@ -83,7 +82,7 @@ class _HalfLane:
         transfer.release()
 
 
-class _HalfSink:
+class _HalfConnection:
     """Half of what follows a frame."""
 
     def __init__(self, sink: Any, pipe: Pipe) -> None:
@@ -116,7 +115,7 @@ async def _send(pipe: Pipe, transport: str, *, rude: bool) -> None:
     pushing = asyncio.ensure_future(handoff.push(0, (BlockId(0),)))
     await heard(pipe)
     if rude:
-        handoff._sink._connection.sock.shutdown(socket.SHUT_RDWR)
+        handoff._connection.sock.shutdown(socket.SHUT_RDWR)
         pipe.send("dropped")
         await heard(pipe)
     lane.release()

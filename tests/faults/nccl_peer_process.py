@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import Mapping
-from dataclasses import replace
 from multiprocessing.connection import Connection as Pipe
 
 from kvtransfer.sender import KvSender
@@ -17,7 +16,7 @@ from shell.clock import MonotonicClock
 from tandem.types import BlockId
 from tests.faults.kv_peer import FILL, PATIENCE_S, Forked, heard
 from tests.standins.cuda import DevicePool
-from tests.standins.nccl import QUICK, standin_nccl
+from tests.standins.nccl import standin_nccl
 from tests.transports import PRINTS
 
 
@@ -25,7 +24,7 @@ async def _push_two(pipe: Pipe, abort_s: float) -> None:
     nccl = standin_nccl()
     pool = DevicePool(16, PRINTS.layout.block_bytes)
     pool.blocks.fill_(FILL)
-    known = (nccl.transport(replace(QUICK, abort_s=abort_s)),)
+    known = (nccl.transport(abort_s=abort_s),)
     sender = KvSender(pool.memory, PRINTS, MonotonicClock(), "nccl", timing=Timing(lease_s=PATIENCE_S), known=known)
     ticket, endpoint = await heard(pipe)
     handoff = await sender.open(ticket, endpoint, PATIENCE_S)

@@ -176,7 +176,7 @@ async def test_a_receiver_killed_or_stopped_fails_the_sender_within_the_lease(me
         await handoff.push(0, (0,))
         peer.signal(number)
         leases.shorten()
-        handoff._sink._connection.timing = replace(PATIENT, reply_s=SHORT_S)  # NIXL writes to a stopped process so long
+        handoff._connection.timing = replace(PATIENT, reply_s=SHORT_S)  # NIXL writes to a stopped process so long
         with pytest.raises(TransferError):
             await asyncio.wait_for(_finish(handoff), PATIENCE_S)
         await handoff.abort()

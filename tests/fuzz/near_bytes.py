@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 
 import xxhash
 
-from kvtransfer.base import BlockRef
+from kvtransfer.base import BlockRef, BlockRefs
 from kvtransfer.endpoint import Endpoint
 from kvtransfer.fields import decode_fields
 from kvtransfer.frame import HEADER_BYTES, Frame, FrameType, Header
@@ -108,7 +108,9 @@ def _read_frame(data: bytes) -> object:
 
 
 _LIFE = Incarnation("ab" * 16)
-_TICKET = Ticket(7, _LIFE, bytes(16), "cd" * 16, 5000, 1, (BlockRef(BlockId(3), 7), BlockRef(BlockId(1), 8))).encode()
+_TICKET = Ticket(
+    7, _LIFE, bytes(16), "cd" * 16, 5000, 1, BlockRefs.of([BlockRef(BlockId(3), 7), BlockRef(BlockId(1), 8)])
+).encode()
 _HELLO = Hello(_LIFE, "tcp", 16, ("xxh3-64",), (("model", "m"), ("dtype", "bfloat16")), {"key": "value"}).encode()
 _ENDPOINT = Endpoint(_LIFE, {"shm": {"unix_name": "n", "uid": "0"}, "tcp": {"host": "::1", "port": "9"}}).encode()
 DECODERS: Mapping[str, tuple[Callable[[bytes], object], bytes]] = {

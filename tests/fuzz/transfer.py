@@ -34,11 +34,10 @@ from contextlib import asynccontextmanager, contextmanager
 import uvloop
 
 from bench.support.processes import usage
-from kvtransfer.base import BlockRef, Offer, PoolMemory
+from kvtransfer.base import Offer, PoolMemory
 from kvtransfer.connection import Connection
 from kvtransfer.endpoint import Endpoint
 from kvtransfer.frame import Frame, FrameType
-from kvtransfer.handshake import Hello
 from kvtransfer.messages import Commit, Write, digest_of, encode_error, encode_window
 from kvtransfer.pool import Pool
 from kvtransfer.receiver import KvReceiver
@@ -52,6 +51,7 @@ from tandem.errors import PeerLost, TransferError
 from tandem.types import BlockId
 from tests.fuzz.near_bytes import DECODERS, near, near_decoder, near_fields, near_frame
 from tests.fuzz.pools import NUM_BLOCKS, PRINTS, MakeMemory, memory_for
+from tests.kv_ends import refs_of
 
 TIMING = Timing(lease_s=0.5, reply_s=0.5, stop_s=0.05)
 CASE_S = 30.0
@@ -176,7 +176,7 @@ class World:
             connection = Connection(sock, TIMING)
             try:
                 await lane.secure(connection)
-                hello = Frame(FrameType.HELLO, payload=Hello.of(self._hostile, lane).encode())
+                hello = Frame(FrameType.HELLO, payload=lane.hello().encode())
                 true_hello = rng.random() < 0.8
                 await self._say(connection, hello.encode() if true_hello else near_frame(rng, hello))
                 await self._hear_hello(lane, connection, must_come=true_hello)
@@ -205,7 +205,7 @@ class World:
         """From a receiver that speaks by hand."""
         ticket = Ticket(
             *(rng.randrange(1, 2**63), self._hostile.incarnation, bytes(16), PRINTS.layout.fingerprint(), 9000, 0),
-            (BlockRef(BlockId(3), 7), BlockRef(BlockId(1), 7)),
+            refs_of((3, 1)),
         )
         async with self._hostile_receiver(rng, ticket.number) as endpoint:
             handoff = await self._sender.open(ticket.encode(), endpoint, 2 * TIMING.lease_s)
@@ -242,7 +242,7 @@ class World:
     async def _answer(self, rng: random.Random, connection: Connection, lane: ReceivingLane, number: int) -> None:
         try:
             await connection.receive()
-            hello = Frame(FrameType.HELLO, payload=Hello.of(self._hostile, lane).encode())
+            hello = Frame(FrameType.HELLO, payload=lane.hello().encode())
             if rng.random() < 0.5:
                 hello = Frame(FrameType.HELLO, payload=near_fields(rng, hello.payload))
             if rng.random() < 0.9:
@@ -261,7 +261,7 @@ class World:
         """A true offer; withdrawn in the end."""
         listener = _Listener(self._free()[:2])
         self._listeners = [each for each in self._listeners if not each.ended] + [listener]
-        offer = self._receiver.offer(tuple(BlockRef(block, 7) for block in listener.blocks), listener, 60.0)
+        offer = self._receiver.offer(refs_of(listener.blocks), listener, 60.0)
         try:
             yield offer, listener
         finally:

@@ -7,13 +7,14 @@ import os
 import secrets
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import cache
+from typing import Any
 
 import torch
 
 from kvtransfer.base import DeviceMemory
-from kvtransfer.nccl_communicator import Limits, Rules, end_process
+from kvtransfer.nccl_communicator import Communicators
 from kvtransfer.nccl_library import NcclLibrary
 from kvtransfer.transports import TRANSPORTS
 from kvtransfer.transports.nccl import NcclTransport
@@ -21,8 +22,6 @@ from tests.standins.build import built
 from tests.standins.cuda import DevicePool, StandInCuda, standin
 
 KINDS = ("communicators", "ids", "moves")
-QUICK = Limits(begin_s=5.0, move_s=5.0, abort_s=5.0)
-_ROOMY = Limits(communicators=64, begin_s=20.0, move_s=5.0, abort_s=20.0)
 _CALM_S = 10.0
 
 
@@ -37,9 +36,10 @@ class StandInNccl:
         self.set("CUDA", built("libcuda"))
         self.library = NcclLibrary(self.path)
 
-    def transport(self, limits: Limits = QUICK, stop: Callable[[], None] = end_process) -> NcclTransport:
+    def transport(self, **limits: Any) -> NcclTransport:
         """One process's, as far as counting goes."""
-        return _GpuEach(lambda: self.cuda.driver, lambda: self.library, limits, stop)
+        communicators = Communicators(**{"begin_s": 5.0, "move_s": 5.0, "abort_s": 5.0, **limits})
+        return _GpuEach(lambda: self.cuda.driver, lambda: self.library, communicators)
 
     def set(self, name: str, value: object) -> None:
         """One of the settings that the head of libnccl.c lists."""
@@ -77,7 +77,7 @@ def standin_nccl() -> StandInNccl:
         if isinstance(transport, NcclTransport):
             transport.__class__ = _GpuEach
             transport._driver, transport._library = lambda: nccl.cuda.driver, lambda: nccl.library
-            transport._rules = Rules(_ROOMY, end_process)
+            transport._communicators = Communicators(64, begin_s=20.0, move_s=5.0, abort_s=20.0)
     return nccl
 
 
@@ -114,4 +114,4 @@ def _num_threads() -> int:
 
 
 def _num_open() -> int:
-    return sum(transport._num_lanes for transport in TRANSPORTS if isinstance(transport, NcclTransport))
+    return sum(transport._communicators.num_open for transport in TRANSPORTS if isinstance(transport, NcclTransport))

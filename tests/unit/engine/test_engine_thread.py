@@ -15,7 +15,7 @@ from engine.draws import SampleSpec
 from engine.engine_thread import MAX_FAILURES, EngineBroken, EngineThread, FeederFailed
 from engine.loading import open_engine_executor
 from engine.step import BrokenLogits, DecodeRows, Sampled, SampledToken, ScheduledSeq, Step, StepResult
-from engine.thread_work import to_the_end
+from shell.thread_work import to_the_end
 from tandem.errors import InternalError
 from tandem.types import BlockId, SamplingParams, TokenId
 from tests.token_engine import drawn_of

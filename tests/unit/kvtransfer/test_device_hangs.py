@@ -10,10 +10,9 @@ from typing import Any
 
 import pytest
 
-from kvtransfer import to_its_end
-from kvtransfer.transports import device
+from kvtransfer import device_work, lane_thread
+from kvtransfer.device_work import DeviceWork
 from kvtransfer.transports.cuda_ipc import _Copier
-from kvtransfer.transports.device import DeviceWork
 from tandem.errors import TransferError
 from tests.kv_ends import FAILED, PATIENCE_S, SOURCES, TARGETS, Recorder, logged, paired, push_and_commit
 from tests.standins.cuda import StandInCuda
@@ -25,8 +24,8 @@ LEFT_BEHIND = "kv thread left behind"
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(device, "ANSWERS_WITHIN_S", 0.05)
-    monkeypatch.setattr(to_its_end, "THREAD_ENDS_WITHIN_S", 0.05)
+    monkeypatch.setattr(device_work, "ANSWERS_WITHIN_S", 0.05)
+    monkeypatch.setattr(lane_thread, "THREAD_ENDS_WITHIN_S", 0.05)
 
 
 @pytest.fixture

@@ -262,7 +262,8 @@ async def test_stop_says_bye_though_a_hand_off_is_forgotten_meanwhile(transport)
         pair.receiver.withdraw(offers[0].transfer_id)
         await _another_handoff(pair)  # DRAINED is due
         stopping = asyncio.create_task(pair.sender.stop())
-        await asyncio.wait({handoffs[0]._sink._reading})
+        (dialing,) = pair.sender._links.values()
+        await asyncio.wait({dialing.result()._reading})
         await asyncio.wait({stopping}, timeout=0.05)  # it waits for the copies
         for copy, copying in copies:
             copy.set_result(None)

@@ -135,9 +135,9 @@ async def test_whoever_waits_for_room_that_does_not_come_gives_up(way: str) -> N
 async def test_rows_that_come_back_to_others_count_as_progress() -> None:
     async with nodes("tcp") as (one, other):
         handoff: Any = await one.open(other, Recorder(), range(2))
-        before = handoff._row_progress()
+        before = handoff._progress(one.pools[1].leaving)
         (await one.pools[1].leaving.taken(1)).release()
-        assert handoff._row_progress() == before + 1
+        assert handoff._progress(one.pools[1].leaving) == before + 1
         await handoff.abort()
 
 

@@ -6,7 +6,7 @@ import secrets
 import pytest
 import xxhash
 
-from kvtransfer.base import Fingerprints
+from kvtransfer.base import BlockRefs, Fingerprints
 from kvtransfer.endpoint import Endpoint
 from kvtransfer.frame import FrameType
 from kvtransfer.handshake import Hello, compare, fingerprint_fields
@@ -30,8 +30,8 @@ def _altered(offer, **changes):
     return dataclasses.replace(offer, ticket=dataclasses.replace(Ticket.decode(offer.ticket), **changes).encode())
 
 
-def _with_generation(blocks, generation):
-    return (dataclasses.replace(blocks[0], generation=generation), *blocks[1:])
+def _with_first(blocks, **changes):
+    return BlockRefs.of([dataclasses.replace(blocks[0], **changes), *blocks[1:]])
 
 
 @pytest.mark.parametrize(
@@ -39,10 +39,10 @@ def _with_generation(blocks, generation):
     [
         (lambda t: {"nonce": secrets.token_bytes(16)}, "wrong nonce"),
         (lambda t: {"number": t.number ^ 1}, "unknown"),
-        (lambda t: {"blocks": _with_generation(t.blocks, 99)}, "other blocks or generations"),
+        (lambda t: {"blocks": _with_first(t.blocks, generation=99)}, "other blocks or generations"),
         (lambda t: {"blocks": t.blocks[:2]}, "other blocks or generations"),
-        (lambda t: {"blocks": (dataclasses.replace(t.blocks[0], block_id=9), *t.blocks[1:])}, "other blocks"),
-        (lambda t: {"blocks": (dataclasses.replace(t.blocks[0], block_id=16), *t.blocks[1:])}, "leaves the peer's"),
+        (lambda t: {"blocks": _with_first(t.blocks, block_id=9)}, "other blocks"),
+        (lambda t: {"blocks": _with_first(t.blocks, block_id=16)}, "leaves the peer's"),
         (lambda t: {"expires_in_ms": 2**31}, "altered"),
         (lambda t: {"first_block": 1}, "other blocks"),
         (lambda t: {"incarnation": "cd" * 16}, "another incarnation"),

@@ -5,9 +5,8 @@ from __future__ import annotations
 import asyncio
 import random
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AsyncExitStack
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,15 +14,15 @@ import pytest
 import torch
 
 from bench.support.ports import free_ports
-from kvtransfer.nccl_communicator import Limits, end_process
 from kvtransfer.transports import tcp
 from tandem.errors import ChecksumMismatch, PeerLost, TransferError
 from tests.kv_ends import FAILED, QUICK, Pair, Recorder, ends, push_and_commit, rerouted, until
 from tests.standins.cuda import DevicePool
-from tests.standins.nccl import QUICK as LIMITS
 from tests.standins.nccl import StandInNccl, standin_nccl
 
 NUM_BLOCKS, BLOCK_BYTES = 16, 256
+NO_LIMITS: Mapping[str, Any] = {}
+"""None but those of the stand-in."""
 
 
 @pytest.fixture(scope="module")
@@ -59,12 +58,9 @@ def joined(nccl: StandInNccl) -> Callable[..., Any]:
     """`async with joined() as pair`: two processes, as far as limits go."""
 
     def opened(
-        sending: Limits = LIMITS,
-        receiving: Limits = LIMITS,
-        choice: str = "nccl",
-        stop: Callable[[], None] = end_process,
+        sending: Mapping[str, Any] = NO_LIMITS, receiving: Mapping[str, Any] = NO_LIMITS, choice: str = "nccl"
     ) -> Any:
-        here, there = ((nccl.transport(limits, stop), tcp.TcpTransport()) for limits in (sending, receiving))
+        here, there = ((nccl.transport(**limits), tcp.TcpTransport()) for limits in (sending, receiving))
         pools = (DevicePool(NUM_BLOCKS, BLOCK_BYTES) for _ in range(2))
         names = ("nccl",) if choice == "nccl" else ("nccl", "tcp")
         return ends(*pools, choice, names, QUICK, sender={"known": here}, receiver={"known": there})
@@ -144,7 +140,7 @@ async def test_a_communicator_that_fails_ends_its_connection_and_the_next_hand_o
 async def test_a_receive_that_does_not_end_is_aborted_in_time(
     joined: Any, recorder: Recorder, nccl: StandInNccl, hold: Any
 ) -> None:
-    async with joined(receiving=replace(LIMITS, move_s=0.2)) as pair:
+    async with joined(receiving={"move_s": 0.2}) as pair:
         with pytest.raises(TransferError):
             await pair.hand_over(recorder)
         await recorder.until("writer_stopped")
@@ -182,7 +178,7 @@ async def test_auto_goes_on_to_the_next_transport_where_the_two_cannot_meet(
 async def test_a_peer_that_does_not_come_to_the_meeting_is_given_up(
     joined: Any, recorder: Recorder, nccl: StandInNccl
 ) -> None:
-    async with joined(sending=replace(LIMITS, begin_s=0.2)) as pair:
+    async with joined(sending={"begin_s": 0.2}) as pair:
         nccl.set("HANG", "init")
         with pytest.raises(PeerLost, match="to meet the peer took longer"):
             await pair.begin(recorder)
@@ -208,7 +204,7 @@ def crossed(sending: Pair, receiving: Pair) -> Pair:
 @pytest.mark.parametrize("few", ["sending", "receiving"])
 async def test_an_idle_connection_makes_room_on_either_side(joined: Any, nccl: StandInNccl, few: str) -> None:
     async with AsyncExitStack() as stack:
-        opened = [joined(**{few: replace(LIMITS, communicators=2)}) for _ in range(3)]
+        opened = [joined(**{few: {"most": 2}}) for _ in range(3)]
         first, *_ = pairs = [await stack.enter_async_context(each) for each in opened]
         for pair in [*pairs, first]:
             await (crossed(first, pair) if few == "sending" else crossed(pair, first)).hand_over(Recorder())
@@ -216,7 +212,7 @@ async def test_an_idle_connection_makes_room_on_either_side(joined: Any, nccl: S
 
 
 async def test_no_connection_with_an_open_hand_off_makes_room(joined: Any) -> None:
-    async with joined(sending=replace(LIMITS, communicators=1)) as pair, joined() as other:
+    async with joined(sending={"most": 1}) as pair, joined() as other:
         second = crossed(pair, other)
         handoff = await pair.begin(Recorder())
         with pytest.raises(TransferError, match="room for 1 communicators, and none is idle"):
@@ -235,7 +231,7 @@ async def test_an_abort_that_does_not_return_ends_the_process(
         stopped.set()
         nccl.set("HANG", "")
 
-    async with joined(sending=replace(LIMITS, abort_s=0.1), stop=stop) as pair:
+    async with joined(sending={"abort_s": 0.1, "end_process": stop}) as pair:
         await pair.hand_over(recorder)
         nccl.set("HANG", "abort")
         await pair.sender.stop()

@@ -16,16 +16,16 @@ import pytest
 import torch
 
 from kernels.digest import MIX64
-from kvtransfer import nixl_agent, to_its_end
+from kvtransfer import device_work, lane_thread, nixl_agent
 from kvtransfer.base import DeviceMemory, Fingerprints, PoolMemory
 from kvtransfer.connection import Connection
+from kvtransfer.device_work import DeviceWork
 from kvtransfer.frame import Frame, FrameType
 from kvtransfer.nixl_agent import PACKAGES, Agent, load
 from kvtransfer.pool import Pool
 from kvtransfer.timing import Timing
 from kvtransfer.transport import ListenOptions
-from kvtransfer.transports import device, nixl
-from kvtransfer.transports.device import DeviceWork
+from kvtransfer.transports import nixl
 from tandem.errors import ConfigError, PeerLost, TransferError
 from tests.kv_ends import (
     FAILED,
@@ -119,7 +119,7 @@ async def test_an_agent_whose_write_stood_still_leaves_no_descriptor(
 async def test_a_connection_whose_agent_hangs_is_closed_and_its_blocks_stay_in_quarantine(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(to_its_end, "THREAD_ENDS_WITHIN_S", 0.05)
+    monkeypatch.setattr(lane_thread, "THREAD_ENDS_WITHIN_S", 0.05)
     hangs, listener = threading.Event(), Recorder()
     drop = Agent.drop
 
@@ -127,11 +127,11 @@ async def test_a_connection_whose_agent_hangs_is_closed_and_its_blocks_stay_in_q
         hangs.wait(PATIENCE_S)
         drop(self)
 
+    monkeypatch.setattr(Agent, "drop", hanging)
     try:
         async with paired("nixl") as pair:
             handoff = await pair.begin(listener)
             await handoff.push(0, SOURCES)
-            monkeypatch.setattr(Agent, "drop", hanging)
             for session in tuple(pair.receiver._sessions.values()):
                 session._connection._break(PeerLost("cut"))  # no BYE: only the agent's end would prove anything
             async with asyncio.timeout(PATIENCE_S / 2):  # longer would be the hanging thread
@@ -295,8 +295,8 @@ async def test_who_stops_waits_for_digests_that_still_read_a_pool_on_a_device(
         return () if tuple(block_ids) == TARGETS and over.wait(PATIENCE_S) else digests(self, block_ids)
 
     monkeypatch.setattr(DeviceWork, "digests", hang_at_the_receiver)
-    monkeypatch.setattr(device, "ANSWERS_WITHIN_S", 0.05)
-    monkeypatch.setattr(to_its_end, "THREAD_ENDS_WITHIN_S", 0.5)
+    monkeypatch.setattr(device_work, "ANSWERS_WITHIN_S", 0.05)
+    monkeypatch.setattr(lane_thread, "THREAD_ENDS_WITHIN_S", 0.5)
     handoff = await device_pair.begin(recorder)
     try:
         with pytest.raises(TransferError, match="the device did not answer within"):

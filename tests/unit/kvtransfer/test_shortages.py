@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 import torch
 
+from kvtransfer import device_work
 from kvtransfer import link as link_module
 from kvtransfer import receiver as receiver_module
 from kvtransfer.session import Session
 from kvtransfer.timing import Timing
-from kvtransfer.transports import device
 from tandem.errors import TransferError
 from tests.kv_ends import FAILED, PATIENCE_S, RECEIVED, Recorder, ends, paired, push_and_commit, until
 from tests.standins.cuda import standin
@@ -169,14 +169,14 @@ async def test_a_hand_off_for_which_the_host_has_no_memory_fails_alone(
 async def test_a_hand_off_for_which_the_device_has_no_memory_fails_alone(
     monkeypatch: pytest.MonkeyPatch, transport: str, calls_before: int
 ) -> None:
-    digest, calls = device.digest_blocks, iter(range(100))
+    digest, calls = device_work.digest_blocks, iter(range(100))
 
     def exhausted(*args: Any) -> torch.Tensor:
         if next(calls) == calls_before:
             raise torch.OutOfMemoryError("CUDA out of memory")
         return digest(*args)
 
-    monkeypatch.setattr(device, "digest_blocks", exhausted)
+    monkeypatch.setattr(device_work, "digest_blocks", exhausted)
     async with paired(transport) as pair:
         assert "out of memory" in await _one_fails_and_others_go_on(pair)
 

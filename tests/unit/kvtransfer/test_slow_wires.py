@@ -18,7 +18,7 @@ from kvtransfer.messages import encode_window
 from kvtransfer.pool import Pool
 from kvtransfer.ticket import Ticket
 from kvtransfer.timing import Timing
-from kvtransfer.transports.host import HostSendingLane
+from kvtransfer.transport import SendingLane
 from tandem.errors import PeerLost
 from tandem.types import Incarnation
 from tests.kv_ends import QUICK, RECEIVED, Recorder, paired, push_and_commit, refs_of, rerouted
@@ -26,42 +26,42 @@ from tests.manual_clock import ManualClock
 from tests.raw_sender import raw
 from tests.transports import PRINTS
 
-BRIEF = Timing(reply_s=0.02)
 NUM_LOOKS = 5
 
 
-class Sink:
-    """Takes frames and keeps them."""
+class StillConnection:
+    """Takes frames; nothing moves on it."""
 
-    def __init__(self) -> None:
-        self.frames: list[Frame] = []
+    timing = Timing(reply_s=0.02)
+    progress = 3
 
     def send(self, frame: Frame, inline: Any = (), *, urgent: bool = False) -> None:
-        self.frames.append(frame)
+        pass
 
 
-class Moving:
-    """Progress that has grown with every look, and lets a test wait for a number of looks."""
+class MovingConnection(StillConnection):
+    """Progress has grown with every look; a test can wait for `NUM_LOOKS` looks."""
 
-    def __init__(self, until: int) -> None:
-        self._looks, self._until = count(1), until
+    def __init__(self) -> None:
+        self._looks = count(1)
         self.enough = asyncio.Event()
 
-    def __call__(self) -> int:
+    @property
+    def progress(self) -> int:
         look = next(self._looks)
-        if look >= self._until:
+        if look >= NUM_LOOKS:
             self.enough.set()
         return look
 
 
 @pytest.fixture
 def open_handoff(make_pool: Callable[..., Any]) -> Callable[..., OutgoingHandoff]:
-    def opened(progress: Callable[[], int], window: int = 1) -> OutgoingHandoff:
+    def opened(connection: Any, window: int = 1) -> OutgoingHandoff:
         pool = Pool(make_pool().memory, PRINTS)
         ticket = Ticket(7, Incarnation("ab" * 16), bytes(16), "cd" * 16, 1000, 0, refs_of(range(2)))
-        lane = HostSendingLane(pool)
+        lane = SendingLane(pool)
         lane.name = "slow"
-        handoff = OutgoingHandoff(ticket, Sink(), lane, pool, ManualClock(), BRIEF, progress)  # type: ignore[arg-type]
+        handoff = OutgoingHandoff(ticket, connection, lane, pool, ManualClock(), lambda _: None)
         handoff.handle(Frame(FrameType.OPEN_OK, 7, payload=encode_window(window)))
         return handoff
 
@@ -69,7 +69,7 @@ def open_handoff(make_pool: Callable[..., Any]) -> Callable[..., OutgoingHandoff
 
 
 async def test_credit_may_come_late_while_others_move_on_the_connection(open_handoff: Callable[..., Any]) -> None:
-    moving = Moving(NUM_LOOKS)
+    moving = MovingConnection()
     handoff = open_handoff(moving)
     await handoff.push(0, (0,))
     pushing = asyncio.create_task(handoff.push(1, (1,)))
@@ -80,7 +80,7 @@ async def test_credit_may_come_late_while_others_move_on_the_connection(open_han
 
 
 async def test_the_commit_may_take_long_while_anything_moves(open_handoff: Callable[..., Any]) -> None:
-    moving = Moving(NUM_LOOKS)
+    moving = MovingConnection()
     handoff = open_handoff(moving, window=2)
     await handoff.push(0, (0, 1))
     committing = asyncio.create_task(handoff.commit(b""))
@@ -90,7 +90,7 @@ async def test_the_commit_may_take_long_while_anything_moves(open_handoff: Calla
 
 
 async def test_a_connection_on_which_nothing_moves_fails_the_hand_off(open_handoff: Callable[..., Any]) -> None:
-    handoff = open_handoff(lambda: 3)
+    handoff = open_handoff(StillConnection())
     await handoff.push(0, (0,))
     with pytest.raises(PeerLost, match="no answer"):
         await handoff.push(1, (1,))

@@ -11,16 +11,15 @@ from typing import Any
 import pytest
 import torch
 
-from kvtransfer.base import BlockRef
 from kvtransfer.connection import Connection
 from kvtransfer.frame import Frame
 from kvtransfer.handshake import Hello
 from kvtransfer.pool import Pool
 from kvtransfer.ring import Loan
+from kvtransfer.rows import XXH3
 from kvtransfer.sender import KvSender
-from kvtransfer.transport import Acceptor, Fields, FrameSink, ListenOptions, SendingLane, TransportStatus
+from kvtransfer.transport import Acceptor, Fields, ListenOptions, ReceivingLane, SendingLane, TransportStatus
 from kvtransfer.transports import TRANSPORTS, named, tcp
-from kvtransfer.transports.host import XXH3, HostReceivingLane, HostSendingLane
 from tandem.errors import ChecksumMismatch, ConfigError, HandshakeMismatch, TransferError
 from tandem.security.tls import ClientTls
 from tandem.types import BlockId
@@ -51,7 +50,7 @@ def sums(pool: Pool, blocks: Sequence[BlockId]) -> tuple[int, ...]:
     return tuple(int(pool.rows.array[block].sum(dtype="uint64")) for block in blocks)
 
 
-class RendezvousSendingLane(HostSendingLane):
+class RendezvousSendingLane(SendingLane):
     name = NAME
 
     def __init__(self, pool: Pool, wires: Wires, verify: tuple[str, ...]) -> None:
@@ -65,13 +64,13 @@ class RendezvousSendingLane(HostSendingLane):
         assert theirs.details == {"posted": "yes"}
         self._digest = verify
 
-    async def place(self, sources: Sequence[BlockId], targets: Sequence[BlockRef], loan: Loan) -> tuple[int, ...]:
+    async def place(self, sources: Sequence[BlockId], targets: Sequence[BlockId], loan: Loan) -> tuple[int, ...]:
         return sums(self._pool, sources) if self._digest == SUM else await super().place(sources, targets, loan)
 
     def announce(
-        self, sink: FrameSink, write: Frame, sources: Sequence[BlockId], loan: Loan
+        self, connection: Connection, write: Frame, sources: Sequence[BlockId], loan: Loan
     ) -> asyncio.Future[None] | None:
-        sink.send(write)
+        connection.send(write)
         return asyncio.ensure_future(self._send(sources))
 
     async def _send(self, sources: Sequence[BlockId]) -> None:
@@ -81,9 +80,8 @@ class RendezvousSendingLane(HostSendingLane):
             self._wires.num_blocks += 1
 
 
-class RendezvousReceivingLane(HostReceivingLane):
+class RendezvousReceivingLane(ReceivingLane):
     name = NAME
-    peer_writes = False
 
     def __init__(self, pool: Pool, wires: Wires, verify: tuple[str, ...]) -> None:
         super().__init__(pool)
@@ -106,9 +104,6 @@ class RendezvousReceivingLane(HostReceivingLane):
 
     async def checksums(self, blocks: Sequence[BlockId]) -> tuple[int, ...]:
         return sums(self._pool, blocks) if self._digest == SUM else await super().checksums(blocks)
-
-    async def peer_dead(self) -> None:
-        raise AssertionError("it never could write")
 
 
 class RendezvousTransport:

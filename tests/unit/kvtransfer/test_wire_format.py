@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvtransfer.base import BlockRef
+from kvtransfer.base import BlockRef, BlockRefs
 from kvtransfer.endpoint import Endpoint
 from kvtransfer.fields import decode_fields, encode_fields
 from kvtransfer.frame import HEADER_BYTES, MAX_PAYLOAD_BYTES, PROTOCOL_VERSION, Frame, FrameType, Header
@@ -35,7 +35,7 @@ TICKETS = st.builds(
     layout_fingerprint=HEX16,
     expires_in_ms=U32,
     first_block=st.integers(0, 1000),
-    blocks=st.lists(st.builds(BlockRef, U32, U64), max_size=20).map(tuple),
+    blocks=st.lists(st.builds(BlockRef, U32, U64), max_size=20).map(BlockRefs.of),
 ).filter(lambda ticket: ticket.end > 0)
 
 
@@ -124,7 +124,7 @@ def test_a_ticket_with_any_bit_flipped_is_refused(ticket, data):
 @given(st.binary(max_size=300))
 def test_random_bytes_never_pass_for_a_ticket(data):
     with pytest.raises(TicketRefused):
-        check_shown(data, Ticket(1, "00" * 16, bytes(16), "00" * 16, 0, 0, (BlockRef(0, 0),)))
+        check_shown(data, Ticket(1, "00" * 16, bytes(16), "00" * 16, 0, 0, BlockRefs.of([BlockRef(0, 0)])))
 
 
 @given(st.dictionaries(st.text("abc.", min_size=1), st.text().filter(lambda text: "\n" not in text), max_size=9))

@@ -1,4 +1,4 @@
-"""What transports between GPUs have in common: one thread and one stream per lane, beside the engine's.
+"""What transports do with a pool on a GPU: one thread and one stream per lane, beside the engine's.
 
 A step that has returned has written its KV, so nothing here waits for the engine's streams.
 """
@@ -7,13 +7,12 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
 import torch
 
 from kernels.digest import as_unsigned, digest_blocks
-from kvtransfer.to_its_end import thread_to_its_end
+from kvtransfer.lane_thread import LaneThread
 from tandem.errors import TransferError
 from tandem.types import BlockId
 
@@ -23,15 +22,14 @@ ANSWERS_WITHIN_S = 10.0
 T = TypeVar("T")
 
 
-class DeviceWork:
+class DeviceWork(LaneThread):
     """Runs a lane's calls of the driver, which may wait for the device, off the loop and in order."""
 
-    def __init__(self, blocks: torch.Tensor) -> None:
+    def __init__(self, blocks: torch.Tensor, last: Callable[[], None] = lambda: None) -> None:
         """Borrows the pool's `blocks`, `[N, block_bytes]` uint8."""
+        super().__init__("kv-device", last)
         self._blocks = blocks
         self._stream = torch.cuda.Stream(blocks.device) if blocks.is_cuda else None  # type: ignore[no-untyped-call]
-        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="kv-device")
-        self._ending: asyncio.Future[None] | None = None
 
     async def run(self, work: Callable[[], T]) -> T:
         """Runs `work` on the thread and returns its result; a cancelled call leaves the work running.
@@ -39,7 +37,7 @@ class DeviceWork:
         Raises TransferError for RuntimeError, which is what torch and the driver raise for any error of the
         device. Work without an answer is left to run, too: the TransferError's cause is then a TimeoutError.
         """
-        started = asyncio.get_running_loop().run_in_executor(self._thread, work)
+        started = self.start(work)
         try:
             async with asyncio.timeout(ANSWERS_WITHIN_S):
                 return await asyncio.shield(started)
@@ -47,6 +45,10 @@ class DeviceWork:
             raise TransferError(f"the device did not answer within {ANSWERS_WITHIN_S:g} s") from error
         except RuntimeError as error:
             raise TransferError(f"the device failed: {error}") from error
+
+    async def checksums(self, block_ids: Sequence[BlockId]) -> tuple[int, ...]:
+        """Returns `digests` of the blocks. Raises as `run`."""
+        return await self.run(lambda: self.digests(block_ids))
 
     def spare_block(self) -> torch.Tensor:
         """`[block_bytes]` uint8, of the lane's own stream: no kernel of a queued step still uses that memory."""
@@ -59,15 +61,9 @@ class DeviceWork:
             ids = torch.tensor(block_ids, dtype=torch.int64, device=self._blocks.device)
             return as_unsigned(digest_blocks(self._blocks, ids))
 
-    def close(self, last: Callable[[], None] = lambda: None) -> None:
-        """Begins to end: what runs first, then `last`, on the thread. Idempotent: `last` runs once."""
-        if self._ending is None:
-            self._ending = asyncio.wrap_future(self._thread.submit(last))
-            self._thread.shutdown(wait=False)
-
-    async def closed(self) -> bool:
-        """Waits for the thread after `close`; returns whether its work has ended, see `thread_to_its_end`."""
-        ended = self._ending is None or await thread_to_its_end(self._thread, self._ending)
+    async def ended(self) -> bool:
+        """See `LaneThread`; then gives the blocks back."""
+        ended = await super().ended()
         if ended:
             self._blocks = torch.empty(0, 0, dtype=torch.uint8)
         return ended
