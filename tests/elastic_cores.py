@@ -16,9 +16,10 @@ from router.placement import Placement
 from shell.config import ElasticConfig
 from tandem.errors import TandemError
 from tandem.types import ChoiceSpec, GroupSpec, Incarnation, Role, TokenId, WorkerId, WorkerInfo
-from tests.joined_cores import BLOCK_SIZE, CoreLink, Cores, Ids, Wire, attempt_of, delivery_of, info_of
+from tests.joined_cores import CoreLink, Cores, Ids, attempt_of, delivery_of, info_of
 from tests.manual_clock import ManualClock
 from tests.token_engine import WAIT_S, FakeEngine
+from tests.wire import BLOCK_SIZE, Wire
 from tests.worker_parts import parts_of
 from worker.core import Worker
 

@@ -15,7 +15,6 @@ from engine.block_pool import BlockPool
 from engine.host_tier import HostTier
 from engine.prefix_cache import PrefixCache
 from engine.step import SampledToken
-from kvtransfer.base import BlockRef, HandoffListener, Offer, TransferReport
 from prefill_worker.prompts import new_prefill_worker
 from router.attempt import Attempt
 from router.choice_stream import ChoiceStream
@@ -25,9 +24,8 @@ from router.worker_link import GroupListener
 from shell.config import DecodeConfig
 from shell.telemetry.events import Events, RequestEvents
 from tandem.convert import group_from_proto
-from tandem.errors import TandemError, TransferError
+from tandem.errors import TandemError
 from tandem.types import (
-    BlockId,
     ChoiceSpec,
     FinishReason,
     GroupSpec,
@@ -49,11 +47,11 @@ from tests.fake_disk import LateDisk
 from tests.manual_clock import ManualClock
 from tests.registering import INFO, UncountedLoad, assigned
 from tests.token_engine import VOCAB_SIZE, WAIT_S, FakeEngine
+from tests.wire import BLOCK_SIZE, Wire
 from tests.worker_parts import parts_of
 from worker.core import Worker
 from worker.ports import Destination, RouterPort
 
-BLOCK_SIZE = 4
 SILENCE_S = 0.01
 """On a clock that the tests move."""
 
@@ -68,79 +66,6 @@ def info_of(role: Role) -> WorkerInfo:
         transports=("wire",),
         max_sequence_tokens=4096,
     )
-
-
-class Wire:
-    """Receiver, sender and all its hand-offs."""
-
-    def __init__(self, source: FakeEngine, target: FakeEngine) -> None:
-        self._source, self._target = source, target
-        self._offers: dict[str, tuple[tuple[BlockRef, ...], HandoffListener, int]] = {}
-        """Blocks, whom to tell, and the position of the first block."""
-        self._num_offers = 0
-
-    @property
-    def num_live(self) -> int:
-        return len(self._offers)
-
-    def offer(
-        self, blocks: Sequence[BlockRef], listener: HandoffListener, expires_in_s: float, first_block: int = 0
-    ) -> Offer:
-        self._num_offers += 1
-        name = str(self._num_offers)
-        self._offers[name] = blocks, listener, first_block
-        return Offer(name, name.encode(), b"endpoint")
-
-    def withdraw(self, transfer_id: str) -> None:
-        if transfer_id in self._offers:
-            _, listener, _ = self._offers.pop(transfer_id)
-            listener.on_failed(TransferError("withdrawn"))
-            listener.on_writer_stopped()
-
-    def reap(self) -> None: ...
-
-    async def open(self, ticket: bytes, endpoint: bytes, timeout_s: float) -> WireHandoff:
-        return WireHandoff(self, ticket.decode())
-
-    def copy(self, name: str, first: int, source_blocks: Sequence[BlockId]) -> None:
-        blocks, _, first_block = self._offers[name]
-        assert first >= first_block
-        targets = blocks[first - first_block :][: len(source_blocks)]
-        for source, target in zip(source_blocks, targets, strict=True):
-            for at in range(BLOCK_SIZE):
-                if (source, at) in self._source.slots:
-                    self._target.slots[target.block_id, at] = self._source.slots[source, at]
-
-    def first_block(self, name: str) -> int:
-        return self._offers[name][2]
-
-    def listener(self, name: str) -> HandoffListener:
-        if name not in self._offers:
-            raise TransferError("it was withdrawn")
-        return self._offers[name][1]
-
-    def commit(self, name: str, payload: bytes) -> None:
-        listener = self.listener(name)
-        del self._offers[name]
-        listener.on_committed(payload)
-
-
-class WireHandoff:
-    """One hand-off: nothing of it takes any time."""
-
-    def __init__(self, wire: Wire, name: str) -> None:
-        self._wire, self._name = wire, name
-        wire.listener(name).on_receiving()
-        self.first_block = wire.first_block(name)
-
-    async def push(self, first: int, source_blocks: tuple[BlockId, ...]) -> None:
-        self._wire.copy(self._name, first, source_blocks)
-
-    async def commit(self, first_token_payload: bytes) -> TransferReport:
-        self._wire.commit(self._name, first_token_payload)
-        return TransferReport("wire", 0, 0, 0.0)
-
-    async def abort(self) -> None: ...
 
 
 class CoreLink(RouterPort):

@@ -11,8 +11,9 @@ import pytest
 from tandem.types import WaitReason
 from tests.decode_rows import seqs_of
 from tests.elastic_cores import NAMES, Asked, ElasticCores
-from tests.joined_cores import BLOCK_SIZE, spec_of
+from tests.joined_cores import spec_of
 from tests.token_engine import expected_tokens
+from tests.wire import BLOCK_SIZE
 
 
 def check(asked: list[Asked]) -> None:

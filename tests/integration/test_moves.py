@@ -29,11 +29,12 @@ from tandem.types import (
     WorkerInfo,
 )
 from tests.decode_rows import seqs_of
-from tests.joined_cores import BLOCK_SIZE, CoreLink, Cores, Ids, Wire, WireHandoff, attempt_of, delivery_of, spec_of
+from tests.joined_cores import CoreLink, Cores, Ids, attempt_of, delivery_of, spec_of
 from tests.manual_clock import ManualClock
 from tests.recorded_events import RecordedRequest, RecordedWorker
 from tests.registering import INFO
 from tests.token_engine import WAIT_S, FakeEngine, expected_tokens
+from tests.wire import BLOCK_SIZE, Wire, WireHandoff
 from tests.worker_parts import parts_of
 from worker.core import Worker
 from worker.ports import Destination

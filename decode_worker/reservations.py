@@ -45,8 +45,8 @@ STANDSTILL_S = 2.0
 """How long nothing may go on for lack of room before one that holds room fails: longer than most hand-offs take."""
 
 
-class Admission:
-    """The admission of a worker."""
+class Reservations:
+    """The line of reservations, and of what is admitted before it."""
 
     def __init__(
         self,
