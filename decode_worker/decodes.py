@@ -68,9 +68,7 @@ class Decodes:
         self._owner = owner
         self._transfers = IncomingTransfers(parts, receiver, self)
         self._batch = RunningBatch(parts.cache, parts.sizes.max_seqs, forecast, budget, releases, prompts)
-        self._reservations = Reservations(
-            parts.sizes.max_seqs, parts.cache, forecast, self._batch, self._transfers, prompts
-        )
+        self._reservations = Reservations(parts, forecast, self._batch, self._transfers, prompts)
         self._moves = Moves(self._batch, parts.cache, sender, owner.end, owner.changed)
         self._live: dict[Request, None] = {}
         """Requests that have not ended, in order of arrival."""
