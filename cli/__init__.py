@@ -1,4 +1,4 @@
-"""The tandem command: one file per subcommand."""
+"""The tandem command: a file for each subcommand."""
 
 import os
 import signal

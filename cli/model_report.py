@@ -23,7 +23,7 @@ _MIB = 1024**2
 _ROUNDED_BYTES = {"int8": 1.0, "fp8": 1.0, "int4": 0.5 + 4 / 32}
 """Bytes of a weight under `--quantize`, its share of a scale included."""
 _MXFP4_GROWTH = 2.0
-"""Growth of MXFP4 weights when they are loaded: four bits become eight."""
+"""Growth of MXFP4 weights as a worker loads them: four bits become eight."""
 Row = tuple[str, str]
 
 
@@ -56,7 +56,6 @@ def _identity(found: Servable, dtype: DType, config: DecodeConfig) -> Iterator[R
 
 
 def _rotation(found: Servable) -> str:
-    """Which of longrope's lists is taken."""
     if found.implementation != NATIVE:
         return ""
     scaling = load_model_config(found.checkpoint.path, found.checkpoint.context_tokens).rope.scaling

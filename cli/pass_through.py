@@ -44,7 +44,7 @@ class PassThrough(grpc.GenericRpcHandler):
         self._closing: set[asyncio.Task[None]] = set()
 
     async def start(self) -> tuple[grpc.aio.Server, int]:
-        """Listens; the port is any free one."""
+        """Listens on any free port."""
         limit = ("grpc.max_receive_message_length", self._max_receive_bytes)
         server = grpc.aio.server(options=[*keepalive_options(), limit, ("grpc.http2.max_ping_strikes", 0)])
         server.add_generic_rpc_handlers((self,))

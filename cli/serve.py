@@ -49,7 +49,7 @@ _log = get_logger(__name__)
 _ALL_GPUS = (("auto",), ("cuda",))
 """Values of `--device` that mean every GPU."""
 STOP_MARGIN_S = 5.0
-"""Time beyond a child's own drain grace after which it is killed."""
+"""Time beyond a child's own drain grace after which the child is killed."""
 _ANY_PORT = "127.0.0.1:0"
 _WORKERS = ("prefill_worker", "decode_worker")
 DEFAULT_CPU_WORKERS = 2
@@ -96,7 +96,7 @@ async def _serve(config: ServeConfig, devices: DevicePlan, stop: StopSignal) -> 
 
 
 class _Server:
-    """The children, in the order in which they start and stop."""
+    """The children, in the order of their start and stop."""
 
     def __init__(self, config: ServeConfig, devices: DevicePlan, tasks: asyncio.TaskGroup) -> None:
         self._config = config

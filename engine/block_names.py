@@ -11,8 +11,8 @@ from array import array
 from collections.abc import Sequence
 from typing import Protocol, cast
 
-from engine.prefix_tree import TOKEN_BYTES, Node, PrefixTree, decode
-from shell.prefix_hash import hashes_below, salt_hash
+from engine.prefix_tree import TOKEN_BYTES, Node, PrefixTree
+from shell.prefix_hash import block_hashes, salt_hash
 from tandem.types import TokenId
 
 PIECE = 2048
@@ -86,10 +86,10 @@ class BlockNames:
         above, cache_salt = before[-1] if before else None, self._tree.salt_of(node)
         tokens = node.edge[start * size : (start + PIECE) * size]
         first = salt_hash(cache_salt) if above is None else above
-        hashes = array("Q", hashes_below(first, tokens, self._block_size))
+        hashes = array("Q", block_hashes(first, tokens, self._block_size))
         node.hashes += hashes
         if self.listener is not None:
-            self.listener.stored(cache_salt, above, hashes, cast("Sequence[TokenId]", decode(tokens)))
+            self.listener.stored(cache_salt, above, hashes, cast("Sequence[TokenId]", array("I", tokens)))
 
 
 def _first_that_lacks(node: Node) -> Node:

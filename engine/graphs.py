@@ -19,6 +19,7 @@ import torch
 from engine.batch import Batch, Forward
 from engine.device import synchronize
 from kernels.attention import AttentionMetadata
+from kernels.compiled_step import StepInputs
 from kernels.step_inputs import GraphRows, load_rows
 from shell.progress import track
 from shell.telemetry.logging import get_logger
@@ -201,13 +202,8 @@ class DecodeGraphs:
         metadata = inputs.metadata(shape, self._block_size)
 
         def step() -> None:
-            logits = self._decoder.forward(
-                inputs.rows.token_ids[:rows],
-                inputs.rows.positions[:rows],
-                self._kv,
-                metadata,
-                inputs.sample_rows[:rows],
-            )
+            tokens = inputs.rows.token_ids[:rows], inputs.rows.positions[:rows]
+            logits = self._decoder.forward(StepInputs(*tokens, self._kv, metadata, inputs.sample_rows[:rows]))
             self._logits[:rows].copy_(logits)  # so that the graph's own logits are free for the next capture
 
         return capturer.capture(step)

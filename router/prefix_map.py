@@ -11,12 +11,13 @@ from __future__ import annotations
 
 import asyncio
 import sys
+from array import array
 from bisect import bisect_left
 from collections import deque
 from collections.abc import Collection, Iterable, Sequence
 
 from router.worker_set import WorkerSet
-from shell.prefix_hash import chained_hashes, salt_hash
+from shell.prefix_hash import block_hashes, salt_hash
 from tandem.types import TokenId
 
 MAX_REPORTED = 1 << 20
@@ -45,7 +46,8 @@ class Prefix:
         for start in range(0, len(self._token_ids), step):
             if start:
                 await asyncio.sleep(0)
-            hashes += chained_hashes(hashes[-1], self._token_ids[start : start + step], block_size)
+            tokens = array("I", self._token_ids[start : start + step]).tobytes()
+            hashes += block_hashes(hashes[-1], tokens, block_size)
         self._hashes[block_size] = hashes[1:]
 
     def hashes(self, block_size: int) -> Sequence[int]:

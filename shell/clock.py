@@ -1,4 +1,4 @@
-"""Time, injected: a monotonic clock, and deadlines on it."""
+"""Time, injected: a monotonic clock, and deadlines by that clock."""
 
 from __future__ import annotations
 

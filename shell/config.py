@@ -26,7 +26,7 @@ from shell.worker_config import (
 from tandem import options
 from tandem.client_config import DEFAULT_ADDRESS, ClientConfig
 from tandem.limits import Limits
-from tandem.option_values import host_port, integer, one_of, seconds, size_bytes, text
+from tandem.option_values import OneOf, host_port, integer, seconds, size_bytes, text
 from tandem.options import Section, argv_of, check_known, grouped, load_options, option
 from tandem.security.options import ClientSecurityConfig, SecurityConfig
 
@@ -126,7 +126,7 @@ class RouterConfig(ProcessConfig):
         "how long a request waits, as far as its deadline allows, for workers that are missing or were lost",
         seconds(0, 3600),
     )
-    fallback: str = _queue("fallback", "fail", "without prefill workers: fail, local", one_of("fail", "local"))
+    fallback: str = _queue("fallback", "fail", "without prefill workers: fail, local", OneOf("fail", "local"))
     max_priority: int = _queue(
         "max-priority",
         0,
@@ -144,21 +144,9 @@ class RouterConfig(ProcessConfig):
 
 
 _SET_BY_SERVE = (
-    "listen",
-    "router",
-    "advertise",
-    "worker_id",
-    "device",
-    "admin_listen",
-    "kv_port",
-    "device_workers",
-    "host_workers",
-    "kv_events",
-    "kv_events_topic",
-    "elastic",
+    *("listen", "router", "advertise", "worker_id", "device", "admin_listen", "kv_port", "device_workers"),
+    *("host_workers", "kv_events", "kv_events_topic", "elastic"),
 )
-
-
 _GATEWAY = (
     *("parser", "tool-call-parser", "reasoning-parser", "chat-template", "log-json"),
     *("enable-trace", "otlp-traces-endpoint", "cors-allowed-origins"),

@@ -7,12 +7,7 @@ to guess where KV lies, and a worker compares the tokens themselves.
 
 from __future__ import annotations
 
-from array import array
-from collections.abc import Sequence
-
 import xxhash
-
-from tandem.types import TokenId
 
 
 def salt_hash(cache_salt: str) -> int:
@@ -20,18 +15,11 @@ def salt_hash(cache_salt: str) -> int:
     return xxhash.xxh3_64_intdigest(cache_salt.encode())
 
 
-def block_hashes(cache_salt: str, token_ids: Sequence[TokenId], block_size: int) -> list[int]:
-    """Returns a hash of 64 bits for each full block of `block_size` tokens."""
-    return chained_hashes(salt_hash(cache_salt), token_ids, block_size)
+def block_hashes(parent: int, tokens: bytes, block_size: int) -> list[int]:
+    """Returns a hash of 64 bits for each full block of `block_size` tokens that follow the block named `parent`.
 
-
-def chained_hashes(parent: int, token_ids: Sequence[TokenId], block_size: int) -> list[int]:
-    """As `block_hashes`, of tokens that follow the block named `parent`."""
-    return hashes_below(parent, array("I", token_ids).tobytes(), block_size)
-
-
-def hashes_below(parent: int, tokens: bytes, block_size: int) -> list[int]:
-    """The same; `tokens`: 4 bytes each, in this machine's order."""
+    `tokens`: 4 bytes each, in this machine's order, as of `array("I", token_ids).tobytes()`.
+    """
     view, size = memoryview(tokens), 4 * block_size
     hashes = []
     for start in range(0, len(tokens) - size + 1, size):

@@ -8,11 +8,11 @@ from typing import TypeAlias
 
 from tandem.limits import Limits
 from tandem.option_values import (
+    OneOf,
     SizedFolder,
     host_port,
     integer,
     number,
-    one_of,
     seconds,
     size_bytes,
     text,
@@ -67,10 +67,8 @@ class ProcessConfig:
         host_port(port_zero=True),
         none_word="none",
     )
-    log_format: str = _logs("log-format", "text", "text or json", one_of("text", "json"))
-    log_level: str = _logs(
-        "log-level", "info", "least severe level logged", one_of("debug", "info", "warning", "error")
-    )
+    log_format: str = _logs("log-format", "text", "text or json", OneOf("text", "json"))
+    log_level: str = _logs("log-level", "info", "least severe level logged", OneOf("debug", "info", "warning", "error"))
     limits: Limits = grouped(Limits)
     security: SecurityConfig = grouped(SecurityConfig)
 
@@ -100,23 +98,23 @@ class WorkerConfig(ProcessConfig):
         text(r"auto|cpu|cuda(:\d+)?", "auto, cpu, cuda or cuda:I"),
     )
     dtype: str = _model(
-        "dtype", "auto", "element type of weights and KV", one_of("auto", "float32", "bfloat16", "float16")
+        "dtype", "auto", "element type of weights and KV", OneOf("auto", "float32", "bfloat16", "float16")
     )
     model_impl: str = _model(
         "model-impl",
         "auto",
         "whose code computes the model: native, transformers' with our kernels, or native where it knows the family",
-        one_of("auto", "native", "transformers"),
+        OneOf("auto", "native", "transformers"),
     )
     quantize: str | None = _model(
         "quantize",
         None,
         "round the weights of a plain checkpoint to int8, int4 or fp8 when they are loaded, all but the embedding",
-        one_of("int8", "int4", "fp8"),
+        OneOf("int8", "int4", "fp8"),
         none_word="none",
     )
     kv_dtype: str = _memory(
-        "kv-dtype", "auto", "as what KV is stored; auto: as it is computed", one_of("auto", "int8", "fp8")
+        "kv-dtype", "auto", "as what KV is stored; auto: as it is computed", OneOf("auto", "int8", "fp8")
     )
     block_size: int = _memory("block-size", 16, "tokens per KV block", integer(1, 256))
     kv_blocks: int | None = _internal("kv-blocks", None, "blocks of the KV pool", integer(1), none_word="auto")
@@ -174,10 +172,10 @@ class WorkerConfig(ProcessConfig):
         "max-seqs", 0, "sequences in a batch; 0 = by device: 256 on a GPU of 40 GB and more, else 64", integer(0, 65536)
     )
     transport: str = _compute(
-        "transport", "auto", "how KV blocks travel", one_of("auto", "shm", "tcp", "nixl", "cuda_ipc", "nccl")
+        "transport", "auto", "how KV blocks travel", OneOf("auto", "shm", "tcp", "nixl", "cuda_ipc", "nccl")
     )
     attention_backend: str = _compute(
-        "attention-backend", "auto", "attention kernels", one_of("auto", "flash_attn", "triton", "cpu", "reference")
+        "attention-backend", "auto", "attention kernels", OneOf("auto", "flash_attn", "triton", "cpu", "reference")
     )
     cpu_tier: str | None = _internal(
         "cpu-tier", None, "instructions of a CPU's kernels: docs/kernels.md", text(r"\w+", "a tier"), none_word="auto"
@@ -233,7 +231,7 @@ class DecodeConfig(WorkerConfig):
         "auto",
         "auto = plan and launch the next decode step shortly before the one that computes should end; off = once it "
         "has ended",
-        one_of("auto", "off"),
+        OneOf("auto", "off"),
     )
     cuda_graph_seqs: int | None = _compute(
         "cuda-graphs",

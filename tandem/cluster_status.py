@@ -31,9 +31,9 @@ class WorkerStatus:
     connected: bool
     """Whether the router's stream to the worker is open."""
     set_aside: str = ""
-    """That it gets no work as long as others are left, for people; empty = it does."""
+    """Text for people, where the worker gets no work as long as others are left; else empty."""
     set_apart: str = ""
-    """Why it gets no new requests: its model or KV layout is not that of the workers that serve; empty = it is."""
+    """Why the worker gets no new requests: its model or KV layout differs from that of the workers that serve."""
 
     @property
     def state(self) -> str:
@@ -68,7 +68,7 @@ class RecentActivity:
 
 @dataclass(frozen=True, slots=True)
 class ClusterStatus:
-    """Status of a cluster, as one router knows it."""
+    """Status of a cluster, as known to a router."""
 
     model: str
     ready: bool

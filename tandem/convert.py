@@ -1,6 +1,6 @@
 """Protobuf to dataclasses and back: the only file that knows both.
 
-Fields of the same name and form are copied by `_message` and `_plain`; what differs is written out.
+Fields of the same name and form are copied by `_message` and `plain`; what differs is written out.
 Pure and total for well-formed messages: values are not judged here (see `validation`).
 `sampling.resolve_sampling` judges and fills in.
 """
@@ -39,9 +39,8 @@ from tandem.v1 import cluster_pb2, inference_pb2, registry_pb2, worker_pb2
 D = TypeVar("D")
 M = TypeVar("M", bound=Message)
 
-_FINISH_TO_PROTO = {
-    FinishReason.STOP: inference_pb2.FINISH_REASON_STOP,
-    FinishReason.LENGTH: inference_pb2.FINISH_REASON_LENGTH,
+_FINISH_TO_PROTO: dict[FinishReason, inference_pb2.FinishReason] = {
+    each: getattr(inference_pb2, f"FINISH_REASON_{each.name}") for each in FinishReason
 }
 _FINISH_FROM_PROTO = {value: key for key, value in _FINISH_TO_PROTO.items()}
 _WAIT_TO_PROTO: dict[WaitReason, worker_pb2.WaitReason] = {
@@ -51,10 +50,8 @@ _EARLY_STOPPING_TO_PROTO: dict[EarlyStopping, inference_pb2.EarlyStopping] = {
     each: getattr(inference_pb2, f"EARLY_STOPPING_{each.name}") for each in EarlyStopping
 }
 _EARLY_STOPPING_FROM_PROTO = {value: key for key, value in _EARLY_STOPPING_TO_PROTO.items()}
-_ROLE_TO_PROTO = {
-    Role.PREFILL: registry_pb2.WORKER_ROLE_PREFILL,
-    Role.DECODE: registry_pb2.WORKER_ROLE_DECODE,
-    Role.ELASTIC: registry_pb2.WORKER_ROLE_ELASTIC,
+_ROLE_TO_PROTO: dict[Role, registry_pb2.WorkerRole] = {
+    each: getattr(registry_pb2, f"WORKER_ROLE_{each.name}") for each in Role
 }
 _ROLE_FROM_PROTO = {value: key for key, value in _ROLE_TO_PROTO.items()}
 _IN_PROTOBUF = {
@@ -62,8 +59,8 @@ _IN_PROTOBUF = {
     **{
         f"{name}_s": f"{name}_seconds"
         for name in (
-            *("timeout", "heartbeat_age", "uptime", "window", "p50", "p90", "p99"),
-            *("step", "step_objective"),
+            *("timeout", "heartbeat_age", "uptime", "window", "p50", "p90", "p99", "step", "step_objective"),
+            *("queue", "prefill", "transfer", "first_token", "total"),
         )
     },
     **{f"{name}_per_s": f"{name}_per_second" for name in ("requests", "tokens", "prompt_tokens")},
@@ -83,7 +80,7 @@ def finish_reason_from_proto(reason: inference_pb2.FinishReason) -> FinishReason
 
 
 def wait_reason_to_proto(reason: WaitReason) -> worker_pb2.WaitReason:
-    """Why a request waits, as a worker tells it."""
+    """Why a request waits, as a worker says."""
     return _WAIT_TO_PROTO[reason]
 
 
@@ -98,7 +95,7 @@ def early_stopping_from_proto(value: inference_pb2.EarlyStopping) -> EarlyStoppi
 
 
 def group_to_proto(spec: GroupSpec) -> worker_pb2.Group:
-    """A request as it travels to a worker."""
+    """The message that brings a request to a worker."""
     sampling = _message(
         worker_pb2.ResolvedSampling,
         spec.sampling,
@@ -115,12 +112,12 @@ def group_to_proto(spec: GroupSpec) -> worker_pb2.Group:
 def group_from_proto(message: worker_pb2.Group, prompt_token_ids: TokenIds | None = None) -> GroupSpec:
     """A request as it came from a router; not yet validated. `prompt_token_ids`: its own, if they were read before."""
     sampling = message.sampling
-    return _plain(
+    return plain(
         GroupSpec,
         message,
         prompt_token_ids=TokenIds(message.prompt_token_ids) if prompt_token_ids is None else prompt_token_ids,
         choices=tuple(ChoiceSpec(each.index, _token_ids(each.output_token_ids)) for each in message.choices),
-        sampling=_plain(
+        sampling=plain(
             SamplingParams,
             sampling,
             end_token_ids=frozenset(sampling.end_token_ids),
@@ -244,7 +241,7 @@ def info_to_proto(info: WorkerInfo) -> registry_pb2.WorkerInfo:
 
 def info_from_proto(message: registry_pb2.WorkerInfo) -> WorkerInfo:
     """A worker's first words. Raises KeyError on an unknown role."""
-    return _plain(
+    return plain(
         WorkerInfo,
         message,
         role=_ROLE_FROM_PROTO[message.role],
@@ -260,7 +257,7 @@ def load_to_proto(load: WorkerLoad) -> registry_pb2.WorkerLoad:
 
 def load_from_proto(message: registry_pb2.WorkerLoad) -> WorkerLoad:
     """A heartbeat."""
-    return _plain(WorkerLoad, message, pool=_plain(PoolCounts, message.pool))
+    return plain(WorkerLoad, message, pool=plain(PoolCounts, message.pool))
 
 
 def status_to_proto(status: ClusterStatus) -> cluster_pb2.GetStatusResponse:
@@ -278,13 +275,13 @@ def status_to_proto(status: ClusterStatus) -> cluster_pb2.GetStatusResponse:
 def status_from_proto(message: cluster_pb2.GetStatusResponse) -> ClusterStatus:
     """The answer of GetStatus. Raises KeyError on a worker of an unknown role."""
     workers = tuple(
-        _plain(WorkerStatus, each, info=info_from_proto(each.info), load=load_from_proto(each.load))
+        plain(WorkerStatus, each, info=info_from_proto(each.info), load=load_from_proto(each.load))
         for each in message.workers
     )
-    latencies = tuple(_plain(LatencySummary, each) for each in message.recent.latencies)
-    placements = tuple(_plain(PlacementCount, each) for each in message.recent.placements)
-    recent = _plain(RecentActivity, message.recent, latencies=latencies, placements=placements)
-    return _plain(ClusterStatus, message, workers=workers, recent=recent)
+    latencies = tuple(plain(LatencySummary, each) for each in message.recent.latencies)
+    placements = tuple(plain(PlacementCount, each) for each in message.recent.placements)
+    recent = plain(RecentActivity, message.recent, latencies=latencies, placements=placements)
+    return plain(ClusterStatus, message, workers=workers, recent=recent)
 
 
 def _message(cls: type[M], value: Any, without: Collection[str] = (), **different: Any) -> M:
@@ -293,7 +290,7 @@ def _message(cls: type[M], value: Any, without: Collection[str] = (), **differen
     return cls(**{there: getattr(value, here) for here, there in names}, **different)
 
 
-def _plain(cls: type[D], message: Message, **different: Any) -> D:
+def plain(cls: type[D], message: Message, **different: Any) -> D:
     """A dataclass of the fields of `message`, except those given: all that are repeated, optional or messages."""
     same = {here: getattr(message, there) for here, there in _names(cls) if here not in different}
     return cls(**same, **different)

@@ -183,17 +183,12 @@ class PeerLost(TransferError):
 
 
 class ConfigError(TandemError):
-    """A bad option or environment variable; `option` is its name on the command line."""
+    """A bad option or environment variable; `field` is its name on the command line."""
 
     reason = Reason.BAD_CONFIG
 
     def __init__(self, option: str, message: str) -> None:
         super().__init__(f"{option}: {message}", option)
-
-    @property
-    def option(self) -> str:
-        """As `field`."""
-        return self.field
 
 
 class CheckpointError(TandemError):
@@ -215,11 +210,7 @@ class InvalidOutput(TandemError):
 
 _BY_REASON: Mapping[str, type[TandemError]] = {
     **{each.reason.value: each for each in (*TandemError.__subclasses__(), *TransferError.__subclasses__())},
-    Reason.WORKER_LOST.value: Unavailable,
-    Reason.MODEL_CHANGED.value: Unavailable,
-    Reason.DRAINING.value: Unavailable,
-    Reason.WORKER_ID_TAKEN.value: Unavailable,
-    Reason.TLS_FAILED.value: Unavailable,
+    **dict.fromkeys(("WORKER_LOST", "MODEL_CHANGED", "DRAINING", "WORKER_ID_TAKEN", "TLS_FAILED"), Unavailable),
 }
 
 

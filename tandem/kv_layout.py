@@ -22,7 +22,7 @@ class DType(StrEnum):
 
     @property
     def itemsize_bytes(self) -> int:
-        """Bytes of one element."""
+        """Bytes of an element."""
         return 4 if self is DType.FLOAT32 else 2
 
 
@@ -35,7 +35,7 @@ class QuantDType(StrEnum):
 
     @property
     def itemsize_bytes(self) -> int:
-        """Bytes of one element, without its share of a scale."""
+        """Bytes of an element, without its share of a scale."""
         return 1
 
 
@@ -67,12 +67,12 @@ class KvLayout:
 
     @property
     def token_bytes(self) -> int:
-        """Bytes of KV that one token takes across all layers."""
+        """Bytes of a token's KV across all layers."""
         return 2 * self.num_layers * self.num_kv_heads * self.row_bytes
 
     @property
     def block_bytes(self) -> int:
-        """Bytes of one block."""
+        """Bytes of a block."""
         return self.token_bytes * self.block_size
 
     def blocks_for(self, num_tokens: int) -> int:

@@ -29,7 +29,7 @@ from tandem.str_enum import StrEnum
 
 
 class BlockState(StrEnum):
-    """Where a block is between two allocations."""
+    """States of a block between two allocations."""
 
     FREE = "free"
     RESERVED = "reserved"
@@ -40,7 +40,7 @@ class BlockState(StrEnum):
 
 
 class TransferState(StrEnum):
-    """Where a hand-off is, as its receiver sees it."""
+    """States of a hand-off, at its receiver."""
 
     OFFERED = "offered"
     RECEIVING = "receiving"
@@ -50,7 +50,7 @@ class TransferState(StrEnum):
 
 
 class RequestState(StrEnum):
-    """Where a request is, as its router sees it."""
+    """States of a request, at its router."""
 
     QUEUED = "queued"
     PLACED = "placed"

@@ -12,7 +12,7 @@ _limit = partial(option, Section.LIMITS)
 _MESSAGE_BYTES = 8 * 1024 * 1024
 """The least: beside a short prompt a message has room for all else that a request may bring."""
 _BYTES_OF_A_TOKEN = 4
-"""Of text: English has about four and a half, other languages fewer."""
+"""Bytes of a token's text: English has about four and a half, other languages fewer."""
 _BYTES_OF_A_TOKEN_ID = 8
 """At most five bytes of a message, and room for what else a request brings; more than a token's text, too."""
 

@@ -1,4 +1,4 @@
-"""How every module logs: events with fields. `logging` configures where they go."""
+"""How every module logs: events with fields. `shell.telemetry.logging` configures where the lines go."""
 
 from __future__ import annotations
 
@@ -25,5 +25,5 @@ class Logger(_Adapter):
 
 
 def get_logger(name: str) -> Logger:
-    """The logger of one module: `get_logger(__name__)`."""
+    """Returns a module's logger: `get_logger(__name__)`."""
     return Logger(logging.getLogger(name))

@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
+from decimal import Decimal
 from typing import Any
 
 Parser = Callable[[str], Any]
@@ -27,9 +28,9 @@ def text(pattern: str = r".*", meaning: str = "text") -> Parser:
 
 
 class OneOf:
-    """Parses one of the given words."""
+    """Parses a word of a list."""
 
-    def __init__(self, words: tuple[str, ...]) -> None:
+    def __init__(self, *words: str) -> None:
         self.words = words
 
     def __call__(self, value: str) -> str:
@@ -37,11 +38,6 @@ class OneOf:
         if value not in self.words:
             raise ValueError(f"must be one of {', '.join(self.words)}")
         return value
-
-
-def one_of(*allowed: str) -> Parser:
-    """One of the given words."""
-    return OneOf(allowed)
 
 
 def integer(low: int, high: int = 2**31 - 1) -> Parser:
@@ -55,7 +51,7 @@ def integer(low: int, high: int = 2**31 - 1) -> Parser:
     return parse
 
 
-def number(low: float, high: float) -> Parser:
+def number(low: float, high: float, what: str = "a number") -> Parser:
     """A number in `[low, high]`."""
 
     def parse(value: str) -> float:
@@ -64,7 +60,7 @@ def number(low: float, high: float) -> Parser:
         except ValueError:
             parsed = float("nan")
         if not low <= parsed <= high:  # false for NaN too
-            raise ValueError(f"must be a number from {low:g} to {high:g}")
+            raise ValueError(f"must be {what} from {low:g} to {high:g}")
         return parsed
 
     return parse
@@ -72,17 +68,7 @@ def number(low: float, high: float) -> Parser:
 
 def seconds(low: float, high: float = 86_400.0) -> Parser:
     """A number of seconds in `[low, high]`."""
-
-    def parse(value: str) -> float:
-        try:
-            number = float(value)
-        except ValueError:
-            number = float("nan")
-        if not low <= number <= high:  # false for NaN too
-            raise ValueError(f"must be a number of seconds from {low:g} to {high:g}")
-        return number
-
-    return parse
+    return number(low, high, "a number of seconds")
 
 
 _UNITS = {"": 1, "k": 1000, "m": 1000**2, "g": 1000**3, "ki": 1024, "mi": 1024**2, "gi": 1024**3, "ti": 1024**4}
@@ -95,12 +81,10 @@ def size_bytes(low: int = 1) -> Parser:
         found = re.fullmatch(r"(\d{1,18})(?:\.(\d{1,6}))?\s*([a-z]*?)b?", value.strip().lower())
         if not found or found[3] not in _UNITS:
             raise ValueError("must be a size such as 4096, 512MiB or 2GiB")
-        number = (
-            round(float(f"{found[1]}.{found[2]}") * _UNITS[found[3]]) if found[2] else int(found[1]) * _UNITS[found[3]]
-        )
-        if number < low:
+        size, unit = Decimal(f"{found[1]}.{found[2] or 0}"), _UNITS[found[3]]
+        if (num_bytes := round(size * unit)) < low:
             raise ValueError(f"must be at least {low} bytes")
-        return number
+        return num_bytes
 
     return parse
 

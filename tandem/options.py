@@ -11,7 +11,7 @@ from __future__ import annotations
 import argparse
 import enum
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import Field, dataclass, field, fields
 from typing import Any, NoReturn, TypeAlias, TypeVar
 
@@ -177,15 +177,8 @@ def _add_argument(group: argparse._ArgumentGroup, each: Option) -> None:
 class _Refusal(argparse.Action):
     """A removed option; `const` is what to do instead."""
 
-    def __call__(
-        self,
-        parser: argparse.ArgumentParser,
-        namespace: argparse.Namespace,
-        values: str | Sequence[Any] | None,
-        option_string: str | None = None,
-    ) -> NoReturn:
-        """Ends the process with one line."""
-        parser.exit(2, f"{parser.prog}: error: {option_string}: removed: {self.const}\n")
+    def __call__(self, parser: argparse.ArgumentParser, *given: object) -> NoReturn:
+        parser.exit(2, f"{parser.prog}: error: {given[2]}: removed: {self.const}\n")
 
 
 def load_options(

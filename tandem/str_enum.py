@@ -12,7 +12,7 @@ if sys.version_info >= (3, 11):
 else:
 
     class StrEnum(str, enum.Enum):
-        """Members are their values, also where they are written out."""
+        """Members are their values, also in text."""
 
         __str__ = str.__str__
         __format__ = str.__format__

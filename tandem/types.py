@@ -129,7 +129,7 @@ class SamplingParams:
     constraint: Constraint | None = None
 
     def of_choice(self, index: int) -> SamplingParams:
-        """Returns the parameters with the seed of one choice."""
+        """Returns the parameters with the seed of a choice."""
         return self if index == 0 else replace(self, seed=(self.seed + index) & _SEED_MASK)
 
 
@@ -196,7 +196,7 @@ class GroupSpec:
 
     @property
     def max_total_tokens(self) -> int:
-        """Most tokens of one choice, prompt and completion together."""
+        """Most tokens of a choice, prompt and completion together."""
         return self.num_prompt_tokens + self.sampling.max_tokens
 
     @property
@@ -218,7 +218,7 @@ class GroupSpec:
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprobs:
-    """Natural-log probabilities at one position, before temperature and filters."""
+    """Natural-log probabilities at a position, before temperature and filters."""
 
     token_id: TokenId
     logprob: float

@@ -28,7 +28,7 @@ _POOL_REMEDY = "ask for less, or start the workers with a larger --kv-memory"
 
 @dataclass(frozen=True, slots=True)
 class Validator:
-    """Checks requests against the limits of one model."""
+    """Checks requests against the limits of a model."""
 
     limits: Limits
     vocab_size: int
@@ -42,7 +42,7 @@ class Validator:
             )
 
     def validate_priority(self, priority: int, max_priority: int) -> None:
-        """Not before those that it may not pass; to stand back is free. Raises InvalidRequest."""
+        """A priority is at most the caller's highest; a lower priority is free. Raises InvalidRequest."""
         if priority > max_priority:
             raise InvalidRequest("priority", f"{priority} is above {max_priority}, the highest for this caller")
 
@@ -132,7 +132,7 @@ class Validator:
                 )
 
     def validate_group(self, spec: GroupSpec, max_sequence_tokens: int | None = None) -> None:
-        """Checks a request as a worker receives it. Raises InvalidRequest."""
+        """Checks a request that a worker received. Raises InvalidRequest."""
         self.validate_request_id(spec.request_id)
         self.validate_prompt_tokens(spec.prompt_token_ids)
         self.validate_sampling(spec.sampling)

@@ -12,10 +12,7 @@ from collections import Counter
 from collections.abc import AsyncIterator
 from typing import Any
 
-import grpc
-import grpc.aio
-
-from shell.rpc.handlers import Context, Handler, behaviour_of
+from shell.rpc.handlers import Context, Handler, behaviour_of, with_behaviour
 from shell.rpc.status import abort_with
 from tandem.errors import DeadlineExceeded, InvalidRequest, Overloaded
 from tandem.rpc.channel import ChannelOptions
@@ -78,7 +75,7 @@ class TokenlessCalls:
                 if not self._running[connection]:
                     del self._running[connection]
 
-        return grpc.stream_stream_rpc_method_handler(call, response_serializer=handler.response_serializer)
+        return with_behaviour(handler, call, streams=True, request_deserializer=None)
 
 
 async def _only(request: bytes) -> AsyncIterator[bytes]:

@@ -24,9 +24,9 @@ def behaviour_of(handler: Handler) -> Any:
     return handler.unary_unary or handler.unary_stream or handler.stream_unary or handler.stream_stream
 
 
-def with_behaviour(handler: Handler, behaviour: Any, request_deserializer: Any) -> Handler:
-    """A handler of the same kind and responses, doing this."""
-    make = _MAKERS[(bool(handler.request_streaming), bool(handler.response_streaming))]
+def with_behaviour(handler: Handler, behaviour: Any, *, streams: bool, request_deserializer: Any) -> Handler:
+    """Returns a handler that takes a stream of requests; `streams`: whether it writes its responses itself."""
+    make = grpc.stream_stream_rpc_method_handler if streams else grpc.stream_unary_rpc_method_handler
     return make(behaviour, request_deserializer=request_deserializer, response_serializer=handler.response_serializer)
 
 
@@ -72,9 +72,3 @@ def _code_told(context: Context) -> grpc.StatusCode:
 
 
 _CODES = {code.value[0]: code for code in grpc.StatusCode}
-_MAKERS: dict[tuple[bool, bool], Callable[..., Handler]] = {
-    (False, False): grpc.unary_unary_rpc_method_handler,
-    (False, True): grpc.unary_stream_rpc_method_handler,
-    (True, False): grpc.stream_unary_rpc_method_handler,
-    (True, True): grpc.stream_stream_rpc_method_handler,
-}

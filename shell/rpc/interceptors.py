@@ -17,7 +17,7 @@ import grpc
 import grpc.aio
 
 from shell.rpc.decoding import decode_request
-from shell.rpc.handlers import Context, Continuation, Handler, behaviour_of
+from shell.rpc.handlers import Context, Continuation, Handler, behaviour_of, with_behaviour
 from shell.rpc.status import abort_with, bug_logged, refusal
 from shell.telemetry.logging import get_logger
 from tandem.errors import InternalError, InvalidRequest, TandemError, UnsupportedOption
@@ -90,12 +90,8 @@ class CallGuard(grpc.aio.ServerInterceptor):
             return await self._guarded(method, context, answer)
 
         streams = handler.response_streaming or method in self._writers
-        make = grpc.stream_stream_rpc_method_handler if streams else grpc.stream_unary_rpc_method_handler
-        return make(
-            guarded,
-            request_deserializer=decode if handler.request_streaming else None,
-            response_serializer=handler.response_serializer,
-        )
+        deserializer = decode if handler.request_streaming else None
+        return with_behaviour(handler, guarded, streams=streams, request_deserializer=deserializer)
 
     async def _guarded(self, method: str, context: Context, answer: Callable[[], Awaitable[Any]]) -> Any:
         counts = (self._all,) if method.split("/")[1] in self._long_lived else (self._all, self._finite)

@@ -1,4 +1,4 @@
-"""Tells of every call that a handler answers: to an observer that counts it, and as one span, below its caller's.
+"""Counts every call that a handler answers, and makes a span of it, below its caller's.
 
 The outermost interceptor, so that calls refused by the others are counted, too. A method without a handler may be
 the caller's invention: it is reported as `NO_METHOD`, since methods become label values of metrics.
@@ -11,15 +11,18 @@ the server is at fault (the six codes below), and otherwise unset, never OK; the
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections import Counter
+from collections.abc import Collection, Iterable
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Protocol
+from typing import Any
 
 import grpc
 import grpc.aio
 from opentelemetry.trace import Span, SpanKind, Status, StatusCode, Tracer
 
 from shell.rpc.handlers import Context, Continuation, Handler, behaviour_of, telling_end, with_behaviour
+from shell.telemetry import metric_names
+from shell.telemetry.metrics import Metrics, Reading
 from shell.telemetry.trace_context import ERROR_TYPE, context_from_metadata
 
 NO_METHOD = "/none/none"
@@ -36,22 +39,12 @@ _FAULTS = frozenset(
 )
 
 
-class CallObserver(Protocol):
-    """Called on the event loop; must neither await nor raise."""
-
-    def began(self, method: str) -> None:
-        """A call of `/package.Service/Method` came in."""
-
-    def ended(self, method: str, code: str) -> None:
-        """Notes the status of a call that ended, such as `OK`; once for each `began`."""
-
-
 class CallObserving(grpc.aio.ServerInterceptor):
-    """Expects handlers that write their streams, as those of `CallGuard` do."""
+    """Counts calls in metrics, and makes their spans. Expects handlers that `CallGuard` has wrapped."""
 
     def __init__(
         self,
-        observer: CallObserver | None = None,
+        metrics: Metrics | None = None,
         tracer: Tracer | None = None,
         *,
         untraced: frozenset[str] = frozenset(),
@@ -61,7 +54,10 @@ class CallObserving(grpc.aio.ServerInterceptor):
 
         `refusals`: handlers that other interceptors answer with, whatever method was asked for. They get no span.
         """
-        self._observer = observer
+        self._counted = None if metrics is None else metrics.counter(metric_names.GRPC_CALLS)
+        self._in_flight: Counter[str] = Counter()
+        if metrics is not None:
+            metrics.add_reader(self._read, metric_names.GRPC_IN_FLIGHT)
         self._tracer = tracer
         self._untraced = untraced
         self._refusals = refusals
@@ -79,14 +75,14 @@ class CallObserving(grpc.aio.ServerInterceptor):
         async def observed(request: Any, context: Context) -> Any:
             span = self._span(method, handler_call_details)
             with span as entered, telling_end(context, lambda code: self._ended(method, code, entered)):
-                if self._observer is not None:
-                    self._observer.began(method)
+                self._in_flight[method] += 1
                 return await behaviour(request, context)
 
-        return with_behaviour(handler, observed, handler.request_deserializer)
+        streams, deserializer = bool(handler.response_streaming), handler.request_deserializer
+        return with_behaviour(handler, observed, streams=streams, request_deserializer=deserializer)
 
     def _span(self, method: str, details: grpc.HandlerCallDetails) -> AbstractContextManager[Span | None]:
-        service, _, name = method.strip("/").rpartition("/")
+        service, name = _parts(method)
         if self._tracer is None or service in self._untraced or method == NO_METHOD:
             return nullcontext()
         return self._tracer.start_as_current_span(
@@ -99,8 +95,9 @@ class CallObserving(grpc.aio.ServerInterceptor):
         )
 
     def _ended(self, method: str, code: grpc.StatusCode, span: Span | None) -> None:
-        if self._observer is not None:
-            self._observer.ended(method, code.name)
+        self._in_flight[method] -= 1
+        if self._counted is not None:
+            self._counted.add(1, *_parts(method), code.name)
         if span is None:
             return
         span.set_attribute("rpc.grpc.status_code", code.value[0])
@@ -108,3 +105,12 @@ class CallObserving(grpc.aio.ServerInterceptor):
             span.set_attribute(ERROR_TYPE, code.name)
         if code in _FAULTS:
             span.set_status(Status(StatusCode.ERROR, code.name))
+
+    def _read(self) -> Iterable[Reading]:
+        return [Reading(metric_names.GRPC_IN_FLIGHT, count, _parts(each)) for each, count in self._in_flight.items()]
+
+
+def _parts(method: str) -> tuple[str, str]:
+    """Returns service and name of `/package.Service/Method`."""
+    service, _, name = method.strip("/").rpartition("/")
+    return service, name

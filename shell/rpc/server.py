@@ -21,7 +21,6 @@ from shell.rpc.bounds import connection_options
 from shell.rpc.interceptors import NO_SUCH_METHOD, CallGuard
 from shell.rpc.observing import CallObserving
 from shell.telemetry import metric_names
-from shell.telemetry.call_metrics import CallMetrics
 from shell.telemetry.logging import get_logger
 from shell.telemetry.metrics import Metrics, Reading
 from tandem.errors import ConfigError
@@ -168,9 +167,9 @@ class RpcServer:
         if self._incoming.tokens is not None:
             interceptors.insert(0, TokenGuard(self._incoming.tokens))
         if self._metrics is not None or self._tracer is not None:
-            observer = None if self._metrics is None else CallMetrics(self._metrics)
             refusals = (*REFUSALS, NO_SUCH_METHOD)
-            interceptors.insert(0, CallObserving(observer, self._tracer, untraced=self._unending, refusals=refusals))
+            observing = CallObserving(self._metrics, self._tracer, untraced=self._unending, refusals=refusals)
+            interceptors.insert(0, observing)
         return tuple(interceptors)
 
     def _read(self) -> Iterable[Reading]:

@@ -33,16 +33,12 @@ STATUS_CODES: Mapping[type[TandemError], grpc.StatusCode] = {
     errors.PrefixNotHeld: grpc.StatusCode.UNAVAILABLE,
     errors.DeadlineExceeded: grpc.StatusCode.DEADLINE_EXCEEDED,
     errors.TransferError: grpc.StatusCode.DATA_LOSS,
-    errors.TicketRefused: grpc.StatusCode.DATA_LOSS,
-    errors.ChecksumMismatch: grpc.StatusCode.DATA_LOSS,
     errors.HandshakeMismatch: grpc.StatusCode.FAILED_PRECONDITION,
-    errors.FrameError: grpc.StatusCode.DATA_LOSS,
-    errors.PeerLost: grpc.StatusCode.DATA_LOSS,
     errors.ConfigError: grpc.StatusCode.FAILED_PRECONDITION,
     errors.CheckpointError: grpc.StatusCode.FAILED_PRECONDITION,
-    errors.InternalError: grpc.StatusCode.INTERNAL,
-    errors.InvalidOutput: grpc.StatusCode.INTERNAL,
 }
+"""Statuses of classes; a class that is missing has the status of its nearest base."""
+_NEED_MENDING = {Reason.UNAUTHENTICATED, Reason.TLS_FAILED, Reason.WORKER_ID_TAKEN, Reason.HANDSHAKE_MISMATCH}
 _MAX_MESSAGE_BYTES = 1024
 _MAX_FIELD_BYTES = 256
 """A status travels in trailers, in which message and field stand more than once, and clients take 8 KiB of them: of a
@@ -53,7 +49,7 @@ where it drains: another one may answer."""
 
 
 def status_code(error: TandemError) -> grpc.StatusCode:
-    """By the error's class, else its nearest base in the table."""
+    """Returns the status of the error's class."""
     return next(STATUS_CODES[cls] for cls in type(error).__mro__ if cls in STATUS_CODES)
 
 
@@ -95,9 +91,7 @@ def refusal(error: TandemError) -> grpc.RpcMethodHandler[Any, Any]:
 
 def needs_mending(error: TandemError) -> bool:
     """Whether certificates, tokens or names are at fault: trying again does not help, so somebody must be told."""
-    return error.reason in {
-        *(Reason.UNAUTHENTICATED, Reason.TLS_FAILED, Reason.WORKER_ID_TAKEN, Reason.HANDSHAKE_MISMATCH)
-    }
+    return error.reason in _NEED_MENDING
 
 
 def _to_proto(error: TandemError) -> status_pb2.Status:

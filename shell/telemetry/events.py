@@ -154,7 +154,7 @@ class RequestEnded:
     num_completion_tokens: int
     """Tokens of all choices together."""
     finish_reasons: tuple[FinishReason, ...] = ()
-    """Reasons by index, one per choice."""
+    """Reasons by index of the choice."""
     error: TandemError | None = None
 
 
@@ -264,6 +264,5 @@ SequenceEvent: TypeAlias = (
     | SequenceEnded
 )
 SequenceListener: TypeAlias = Callable[[SequenceEvent], None]
-WorkerListener: TypeAlias = Callable[[WorkerEvent], SequenceListener | None]
 SequenceEvents: TypeAlias = Events[SequenceEvent]
 WorkerEvents: TypeAlias = ProcessEvents[WorkerEvent, SequenceEvent]

@@ -70,7 +70,7 @@ class Alias:
     labels: tuple[str, ...] = ()
     """Its names of the metric's labels."""
     label_values: Mapping[str, str] = field(default_factory=dict)
-    """Names of the metric's label values in the alias, where they differ."""
+    """Names of the metric's label values in the alias, where the names differ."""
 
 
 def one_two_five(largest: int) -> tuple[float, ...]:

@@ -40,48 +40,36 @@ from tandem import __version__
 from tandem.errors import InternalError
 
 
-class Counter:
+class Counter(dict[Labels, float]):
     """Numbers that only rise, by label values."""
 
-    __slots__ = ("_values",)
-
-    def __init__(self, presets: Iterable[Labels]) -> None:
-        self._values: dict[Labels, float] = dict.fromkeys(presets, 0)
+    __slots__ = ()
 
     def add(self, amount: float, *labels: str) -> None:
         """Adds `amount`, not below 0."""
-        self._values[labels] = self._values.get(labels, 0) + amount
-
-    @property
-    def values(self) -> Mapping[Labels, float]:
-        """What was counted."""
-        return self._values
+        self[labels] = self.get(labels, 0) + amount
 
 
 class Cells:
-    """Counts of a histogram for one set of label values."""
+    """Counts of a histogram for a set of label values."""
 
-    __slots__ = ("_bounds", "_counts", "_exemplars", "_sum")
+    __slots__ = ("_bounds", "_counts", "_exemplars", "sum")
 
     def __init__(self, bounds: Sequence[float]) -> None:
         """`bounds`: ascending upper bounds, without infinity."""
         self._bounds = bounds
         self._counts = [0] * (len(bounds) + 1)
         self._exemplars: dict[int, Exemplar] = {}
-        self._sum = 0.0
+        self.sum = 0.0
+        """Sum of all observations."""
 
     def observe(self, value: float, times: int = 1, trace_id: str = "") -> None:
         """Counts `value`, as often as told; `trace_id` is of a recorded trace in which it was met."""
         index = bisect_left(self._bounds, value)
         self._counts[index] += times
-        self._sum += value * times
+        self.sum += value * times
         if trace_id:
             self._exemplars[index] = Exemplar({"trace_id": trace_id}, value, time.time())
-
-    @property
-    def sum(self) -> float:
-        """Sum of all observations."""
-        return self._sum
 
     def cumulative(self, bounds: Iterable[float]) -> Iterator[tuple[float, int]]:
         """(bound, how many did not exceed it), for each of `bounds` and infinity.
@@ -185,7 +173,7 @@ class Metrics(Collector):
     def counter(self, metric: Metric) -> Counter:
         """What counts this metric; the same for each call."""
         self._check(metric, Kind.COUNTER)
-        return self._counters.setdefault(metric, Counter(metric.presets))
+        return self._counters.setdefault(metric, Counter(dict.fromkeys(metric.presets, 0.0)))
 
     def histogram(self, metric: Metric, *labels: str) -> Cells:
         """What observes this metric with these values of its labels; the same for each call."""
@@ -220,7 +208,7 @@ class Metrics(Collector):
             elif view.metric in values:
                 yield view.of_values(values[view.metric])
             elif view.metric in self._counters:
-                yield view.of_values(self._counters[view.metric].values)
+                yield view.of_values(self._counters[view.metric])
 
     def _check(self, metric: Metric, kind: Kind) -> None:
         if self._process not in metric.on or metric.kind is not kind:

@@ -25,7 +25,7 @@ GRPC, HTTP = "grpc", "http/protobuf"
 
 @dataclass(frozen=True, slots=True)
 class TraceExport:
-    """What OpenTelemetry's variables say of exporting spans, where they ask for it."""
+    """What OpenTelemetry's variables say of exporting spans, if the variables ask for spans at all."""
 
     obstacle: str | None
     """Reason why traces cannot be exported."""

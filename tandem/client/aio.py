@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -22,7 +23,7 @@ from tandem.client.request import (
 )
 from tandem.cluster_status import ClusterStatus
 from tandem.convert import status_from_proto
-from tandem.errors import DeadlineExceeded, Reason, Unavailable
+from tandem.errors import DeadlineExceeded, Unavailable
 from tandem.rpc.channel import open_channel
 from tandem.rpc.google_messages import SERVING, HealthCheckRequest
 from tandem.rpc.received_error import error_from_rpc
@@ -120,41 +121,28 @@ class AsyncClient(Caller):
 
         Raises DeadlineExceeded after `timeout_s`.
         """
+        ends_at_s = time.monotonic() + timeout_s
         why = "it does not say SERVING"
-
-        async def until_serving() -> None:
-            nonlocal why
-            while True:
-                try:
-                    await self._watch_until_serving()
-                    return
-                except Unavailable as error:
-                    if self._closed or error.reason is Reason.TLS_FAILED:  # waiting does not mend it
-                        raise
-                    why = error.message
-                await asyncio.sleep(RETRY_S)
-
-        try:
-            await asyncio.wait_for(until_serving(), timeout_s)
-        except asyncio.TimeoutError as error:  # noqa: UP041  (Python 3.10's is not the built-in one)
-            raise DeadlineExceeded(f"{self._target} is not ready after {timeout_s:g} s: {why}") from error
-
-    async def _watch_until_serving(self) -> None:
-        """Raises Unavailable if the server is not there, or ended the watch, as one that drains does."""
-        async with self._stream(self._health, HealthCheckRequest(), None) as messages:
-            async for message in messages:
-                if message.status == SERVING:
-                    return
-        raise Unavailable("it is draining", Reason.DRAINING)
+        while (left_s := ends_at_s - time.monotonic()) > 0:
+            try:
+                async with self._stream(self._health, HealthCheckRequest(), left_s) as messages:
+                    async for message in messages:
+                        if message.status == SERVING:
+                            return
+                why = "it is draining"
+            except Unavailable as error:
+                why = self._passing(error)
+            except DeadlineExceeded:
+                break
+            await asyncio.sleep(min(RETRY_S, max(0.0, ends_at_s - time.monotonic())))
+        raise DeadlineExceeded(f"{self._target} is not ready after {timeout_s:g} s: {why}")
 
     async def _call(self, method: Callable[..., Any], request: Any, timeout_s: float | None) -> Any:
-        """Returns the answer of a unary call."""
         async with self._translated():
             return await method(request, timeout=timeout_s, metadata=self._metadata())
 
     @contextlib.asynccontextmanager
     async def _stream(self, method: Callable[..., Any], request: Any, timeout_s: float | None) -> AsyncIterator[Any]:
-        """Yields the messages of a call. Leaving the iterator cancels the call."""
         async with self._translated():
             call = method(request, timeout=timeout_s, metadata=self._metadata())
             try:
@@ -168,7 +156,6 @@ class AsyncClient(Caller):
 
     @contextlib.asynccontextmanager
     async def _translated(self) -> AsyncIterator[None]:
-        """Translates gRPC errors into Tandem's, at one place."""
         self._check_open()
         try:
             yield

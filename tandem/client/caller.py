@@ -14,6 +14,7 @@ from collections.abc import Callable
 from typing import Any
 
 from tandem.client_config import DEFAULT_ADDRESS
+from tandem.errors import Reason, Unavailable
 from tandem.rpc.channel import CONNECT_TIMEOUT_S
 from tandem.rpc.google_messages import health_watch
 from tandem.security.credentials import Outgoing
@@ -28,7 +29,7 @@ else:
     _propagator = TraceContextTextMapPropagator()
 
 CALL_TIMEOUT_S = 10.0
-"""For calls that do not generate, where the caller names no time."""
+"""Deadline of calls that do not generate, unless the caller names another."""
 RETRY_S = 0.1
 """Between two looks at a server that is not ready."""
 CLOSED = "this client was closed"
@@ -76,22 +77,25 @@ class Caller:
         self._target = target
         self._closed = False
         self._outgoing = Outgoing.of_client(security or ClientSecurityConfig(), target)
-        options = _channel_options(target)
         self._channel = self._dial(
             target,
             self._outgoing,
             max_receive_bytes=-1,  # an answer is what was asked for, however long
             connect_timeout_s=connect_timeout_s,
-            more_options=options,
+            more_options=_channel_options(target),
         )
         self._inference = inference_pb2_grpc.InferenceServiceStub(self._channel)
         self._cluster = cluster_pb2_grpc.ClusterServiceStub(self._channel)
         self._health = health_watch(self._channel)
 
+    def _passing(self, error: Unavailable) -> str:
+        """Returns why a server is not ready yet. Raises `error` where waiting does not mend it."""
+        if self._closed or error.reason is Reason.TLS_FAILED:
+            raise error
+        return error.message
+
     def _metadata(self) -> tuple[tuple[str, str], ...]:
-        """Returns the metadata of one call: the present token, and the caller's trace if a span of OpenTelemetry is
-        open.
-        """
+        """Returns the metadata of a call: the present token, and the caller's trace if a span is open."""
         carrier: dict[str, str] = {}
         if _propagator is not None:
             _propagator.inject(carrier)

@@ -15,7 +15,7 @@ from tandem.v1 import inference_pb2
 
 
 class ToolCall(TypedDict):
-    """A call of a tool, as the assistant asked for it."""
+    """A call of a tool that the assistant asked for."""
 
     id: str
     name: str
@@ -29,7 +29,7 @@ class _Turn(TypedDict):
 
 
 class Message(_Turn, total=False):
-    """One turn of a conversation."""
+    """A turn of a conversation."""
 
     content: str | Sequence[str]
     """Text, or pieces of text."""
@@ -141,17 +141,17 @@ def _fitting(name: str, value: Any) -> Any:
 
 
 def tokenize_request(
-    text: str | None, messages: Sequence[Message] | None, model: str, options: ChatOptions | None = None
+    text: str | None, messages: Sequence[Message] | None, model: str, options: ChatOptions
 ) -> inference_pb2.TokenizeRequest:
     """Builds the request for either text or messages. Raises InvalidRequest."""
     if (text is None) == (messages is None):
         raise InvalidRequest("input", "give exactly one of text, messages")
-    chat = {name: value for name, value in (options or {}).items() if value is not None}
+    chat = {name: value for name, value in options.items() if value is not None}
     if chat and messages is None:
         raise InvalidRequest(f"chat.{min(chat)}", "goes with messages")
     request = inference_pb2.TokenizeRequest(model=model)
     if messages is not None:
-        _set(request, "chat", _chat(messages, options or {}), "chat")
+        _set(request, "chat", _chat(messages, chat), "chat")
     else:
         _set(request, "text", text, "text")
     return request
@@ -187,11 +187,11 @@ def _chat(messages: Sequence[Message], options: Mapping[str, Any]) -> inference_
     try:
         return inference_pb2.Chat(
             messages=[_turn(message) for message in messages],
-            tools=[json.dumps(tool) for tool in options.get("tools") or ()],
+            tools=[json.dumps(tool) for tool in options.get("tools", ())],
             template_variables={
-                name: json.dumps(value) for name, value in (options.get("template_variables") or {}).items()
+                name: json.dumps(value) for name, value in options.get("template_variables", {}).items()
             },
-            template_name=options.get("template_name") or "",
+            template_name=options.get("template_name", ""),
         )
     except (TypeError, ValueError) as error:
         raise InvalidRequest("prompt.chat.messages", str(error)) from error

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
-from tandem.convert import finish_reason_from_proto, logprobs_from_proto
+from tandem.convert import finish_reason_from_proto, logprobs_from_proto, plain
 from tandem.types import FinishReason, TokenId, TokenLogprobs
 from tandem.v1 import inference_pb2
 
@@ -43,7 +43,7 @@ class GenerationUpdate:
     text: str
     token_ids: tuple[TokenId, ...]
     logprobs: tuple[TokenLogprobs, ...]
-    """Log-probabilities, one entry per token, or empty."""
+    """Log-probabilities, an entry per token, or empty."""
     finish_reason: FinishReason | None
     """Set on the choice's last update."""
     matched_stop: str | TokenId | None
@@ -60,7 +60,7 @@ class GenerationUpdate:
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """One finished completion."""
+    """A finished completion."""
 
     index: int
     text: str
@@ -74,7 +74,7 @@ class Choice:
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """Every choice of one request, by index."""
+    """All choices of a request, by index."""
 
     request_id: str
     choices: tuple[Choice, ...]
@@ -119,7 +119,7 @@ class ServedModel:
 
 
 def update(message: inference_pb2.GenerateResponse) -> GenerationUpdate:
-    """One message of a Generate stream."""
+    """A message of a Generate stream."""
     return GenerationUpdate(
         request_id=message.request_id,
         index=message.index,
@@ -129,8 +129,8 @@ def update(message: inference_pb2.GenerateResponse) -> GenerationUpdate:
         finish_reason=finish_reason_from_proto(message.finish_reason),
         matched_stop=_matched_stop(message),
         score=message.score if message.HasField("score") else None,
-        usage=_usage(message.usage) if message.HasField("usage") else None,
-        timings=_timings(message.timings) if message.HasField("timings") else None,
+        usage=plain(Usage, message.usage) if message.HasField("usage") else None,
+        timings=plain(Timings, message.timings) if message.HasField("timings") else None,
         prompt_logprobs=tuple(map(logprobs_from_proto, message.prompt_logprobs)),
     )
 
@@ -140,8 +140,8 @@ def completion(message: inference_pb2.CompleteResponse) -> Completion:
     return Completion(
         request_id=message.request_id,
         choices=tuple(_choice(choice) for choice in message.choices),
-        usage=_usage(message.usage),
-        timings=_timings(message.timings),
+        usage=plain(Usage, message.usage),
+        timings=plain(Timings, message.timings),
         prompt_logprobs=tuple(map(logprobs_from_proto, message.prompt_logprobs)),
     )
 
@@ -153,27 +153,14 @@ def tokenization(message: inference_pb2.TokenizeResponse) -> Tokenization:
 
 def served_model(message: inference_pb2.GetModelResponse) -> ServedModel:
     """The answer of GetModel."""
-    return ServedModel(
-        model=message.model,
-        family=message.family,
-        vocab_size=message.vocab_size,
-        context_tokens=message.context_tokens,
-        eos_token_ids=frozenset(_token_ids(message.eos_token_ids)),
-        has_chat_template=message.has_chat_template,
-        max_prompt_bytes=message.limits.max_prompt_bytes,
-        max_prompt_tokens=message.limits.max_prompt_tokens,
-        max_stop_strings=message.limits.max_stop_strings,
-        max_logprobs=message.limits.max_logprobs,
-        max_logit_bias=message.limits.max_logit_bias,
-        max_beam_width=message.limits.max_beam_width,
-        max_schema_bytes=message.limits.max_schema_bytes,
-    )
+    caps = {each.name: getattr(message.limits, each.name) for each in fields(ServedModel) if each.name[:4] == "max_"}
+    return plain(ServedModel, message, eos_token_ids=frozenset(_token_ids(message.eos_token_ids)), **caps)
 
 
 def _choice(message: inference_pb2.Choice) -> Choice:
-    return Choice(
-        index=message.index,
-        text=message.text,
+    return plain(
+        Choice,
+        message,
         token_ids=_token_ids(message.token_ids),
         logprobs=tuple(map(logprobs_from_proto, message.logprobs)),
         finish_reason=finish_reason_from_proto(message.finish_reason),
@@ -188,21 +175,6 @@ def _matched_stop(message: inference_pb2.GenerateResponse | inference_pb2.Choice
     if message.HasField("stop_token_id"):
         return TokenId(message.stop_token_id)
     return None
-
-
-def _usage(message: inference_pb2.Usage) -> Usage:
-    return Usage(message.prompt_tokens, message.completion_tokens, message.cached_tokens)
-
-
-def _timings(message: inference_pb2.Timings) -> Timings:
-    return Timings(
-        queue_s=message.queue_seconds,
-        prefill_s=message.prefill_seconds,
-        transfer_s=message.transfer_seconds,
-        first_token_s=message.first_token_seconds,
-        total_s=message.total_seconds,
-        transfer_bytes=message.transfer_bytes,
-    )
 
 
 def _token_ids(ids: Iterable[int]) -> tuple[TokenId, ...]:

@@ -22,7 +22,7 @@ from tandem.client.request import (
 )
 from tandem.cluster_status import ClusterStatus
 from tandem.convert import status_from_proto
-from tandem.errors import DeadlineExceeded, Reason, Unavailable
+from tandem.errors import DeadlineExceeded, Unavailable
 from tandem.rpc.channel import open_blocking_channel
 from tandem.rpc.google_messages import SERVING, HealthCheckRequest
 from tandem.rpc.received_error import error_from_rpc
@@ -127,22 +127,18 @@ class Client(Caller):
                         return
                 why = "it is draining"
             except Unavailable as error:
-                if self._closed or error.reason is Reason.TLS_FAILED:  # waiting does not mend it
-                    raise
-                why = error.message
+                why = self._passing(error)
             except DeadlineExceeded:
                 break
             time.sleep(min(RETRY_S, max(0.0, ends_at_s - time.monotonic())))
         raise DeadlineExceeded(f"{self._target} is not ready after {timeout_s:g} s: {why}")
 
     def _call(self, method: Callable[..., Any], request: Any, timeout_s: float | None) -> Any:
-        """Returns the answer of a unary call."""
         with self._translated():
             return method(request, timeout=timeout_s, metadata=self._metadata())
 
     @contextlib.contextmanager
     def _stream(self, method: Callable[..., Any], request: Any, timeout_s: float | None) -> Iterator[Any]:
-        """Yields the messages of a call. Leaving the iterator cancels the call."""
         with self._translated():
             call = method(request, timeout=timeout_s, metadata=self._metadata())
             try:
@@ -152,7 +148,6 @@ class Client(Caller):
 
     @contextlib.contextmanager
     def _translated(self) -> Iterator[None]:
-        """Translates gRPC errors into Tandem's, at one place."""
         try:
             yield
         except grpc.RpcError as error:

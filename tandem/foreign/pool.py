@@ -13,5 +13,5 @@ _POOL = DescriptorPool()
 
 
 def Default() -> DescriptorPool:  # noqa: N802  (the name that generated code calls)
-    """The one pool of foreign protocols."""
+    """Returns the pool of foreign protocols."""
     return _POOL

@@ -1,4 +1,4 @@
-"""How a process calls another one by gRPC: channels, TLS, received errors."""
+"""How a process calls another process by gRPC: channels, TLS, received errors."""
 
 import os
 

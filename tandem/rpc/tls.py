@@ -31,7 +31,7 @@ def server_credentials(tls: ServerTls) -> grpc.ServerCredentials:
 
 
 def channel_credentials(tls: ClientTls) -> grpc.ChannelCredentials:
-    """Returns the credentials of one channel, from the present files."""
+    """Returns the credentials of a channel, from the present files."""
     pem = tls.pem()
     return grpc.ssl_channel_credentials(pem.authorities, pem.key, pem.chain)
 

@@ -25,7 +25,7 @@ class Incoming:
 
 @dataclass(frozen=True, slots=True)
 class Outgoing:
-    """Credentials that this process presents when it calls others."""
+    """What this process shows to processes that are called from here."""
 
     tls: ClientTls | None = None
     tokens: Tokens | None = None
@@ -33,7 +33,7 @@ class Outgoing:
     """Whether the token may cross a network in clear."""
 
     def metadata(self) -> tuple[tuple[str, str], ...]:
-        """gRPC metadata of one call, with the present token."""
+        """gRPC metadata of a call, with the present token."""
         return () if self.tokens is None else (("authorization", self.tokens.bearer()),)
 
     def shows_token_in_clear(self, target: str) -> bool:

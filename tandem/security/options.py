@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import partial
 from typing import Any
 
@@ -67,11 +67,5 @@ class ClientSecurityConfig:
 
 def client_side(config: SecurityConfig) -> ClientSecurityConfig:
     """How to call a process of this config, from its own machine: `tandem serve` looks at its router so."""
-    return ClientSecurityConfig(
-        tls_ca=config.tls_ca,
-        tls_server_name=config.tls_server_name,
-        tls_cert=config.tls_cert,
-        tls_key=config.tls_key,
-        token_file=config.token_file,
-        insecure=config.insecure,
-    )
+    shared = {each.name: getattr(config, each.name) for each in fields(ClientSecurityConfig) if each.name != "tls"}
+    return ClientSecurityConfig(**shared)

@@ -50,7 +50,7 @@ class _Loaded(Generic[P]):
 
 
 class _Tls(Generic[P]):
-    """Files of one direction."""
+    """Files of a direction."""
 
     def __init__(self, what: str, paths: Iterable[str | None], load: Callable[[], _Loaded[P]]) -> None:
         self._load = load
@@ -61,7 +61,7 @@ class _Tls(Generic[P]):
         return self._files.get().pem
 
     def context(self) -> ssl.SSLContext:
-        """Returns the context of one handshake, from the present files."""
+        """Returns the context of a handshake, from the present files."""
         return self._files.get().context
 
 

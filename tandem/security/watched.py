@@ -24,7 +24,7 @@ _log = get_logger(__name__)
 T = TypeVar("T")
 
 _Marks: TypeAlias = tuple[tuple[int, ...] | None, ...]
-"""What tells one state of each file from another; None = not there."""
+"""What tells two states of each file apart; None = the file is not there."""
 
 
 class Watched(Generic[T]):
@@ -84,7 +84,7 @@ def _marks(paths: tuple[str, ...]) -> _Marks:
 
 
 def _mark(path: str) -> tuple[int, ...] | None:
-    """Follows links: Kubernetes replaces mounted files by moving one."""
+    """Follows links: Kubernetes replaces mounted files by moving a link."""
     try:
         found = os.stat(path)
     except OSError:

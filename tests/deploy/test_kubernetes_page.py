@@ -37,11 +37,6 @@ def test_every_build_command_names_a_dockerfile_and_its_target() -> None:
         assert image in used
 
 
-def test_every_folder_applied_is_an_overlay() -> None:
-    for command in commands("kubectl", "apply"):
-        assert overlay((ROOT / command[command.index("-k") + 1]).name)
-
-
 def test_what_is_forwarded_or_scaled_is_there() -> None:
     manifests = overlay("cpu")
     for kind, name in re.findall(r"(service|deployment)/(tandem-[\w-]+)", PAGE):

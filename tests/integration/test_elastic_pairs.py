@@ -43,14 +43,6 @@ async def test_chunks_of_a_prompt_for_another_worker_are_computed_beside_what_de
         assert len(mixed) == 24 // 4
 
 
-async def test_a_prompt_that_its_first_token_finishes_is_handed_to_nobody() -> None:
-    async with ElasticCores() as cores:
-        asked = cores.start(spec_of(9, 1), "a", "b")
-        await cores.until_done([asked])
-        check([asked])
-        assert not cores.engines["b"].steps
-
-
 async def test_prompts_for_others_leave_half_of_the_pool_to_sequences() -> None:
     async with ElasticCores(blocks=(16, 16)) as cores:
         cores.engines["a"].hold()

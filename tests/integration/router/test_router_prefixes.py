@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+from array import array
 from typing import Any
 
 import pytest
 
-from shell.prefix_hash import block_hashes
+from shell.prefix_hash import block_hashes, salt_hash
 from tandem.types import Role, TokenId
 from tandem.v1 import inference_pb2 as pb
 
 P, D = Role.PREFILL, Role.DECODE
 PROMPT = tuple(map(TokenId, range(1, 41)))  # two blocks of 16, and 8 tokens more
-NAMES = block_hashes("", PROMPT, 16)
+NAMES = block_hashes(salt_hash(""), array("I", PROMPT).tobytes(), 16)
 
 
 async def tokens_of(call: Any) -> list[int]:

@@ -10,7 +10,7 @@ import torch
 
 from engine.kv_cache import KvCache
 from engine.sequence import Sequence
-from kernels.attention import AttentionMetadata
+from kernels.compiled_step import StepInputs
 from tandem.kv_layout import DType, KvLayout
 from tandem.types import SamplingParams, TokenId
 
@@ -27,24 +27,11 @@ class SumDecoder:
     def __init__(self) -> None:
         self.num_projected_rows: list[int] = []
 
-    def forward(
-        self,
-        token_ids: torch.Tensor,
-        positions: torch.Tensor,
-        kv_cache: torch.Tensor,
-        metadata: AttentionMetadata,
-        sample_rows: torch.Tensor,
-    ) -> torch.Tensor:
-        return self.project(self.hidden(token_ids, positions, kv_cache, metadata, sample_rows))
+    def forward(self, step: StepInputs) -> torch.Tensor:
+        return self.project(self.hidden(step))
 
-    def hidden(
-        self,
-        token_ids: torch.Tensor,
-        positions: torch.Tensor,
-        kv_cache: torch.Tensor,
-        metadata: AttentionMetadata,
-        sample_rows: torch.Tensor,
-    ) -> torch.Tensor:
+    def hidden(self, step: StepInputs) -> torch.Tensor:
+        token_ids, positions, kv_cache, metadata, rows = step
         block_size = kv_cache.shape[4]
         slots = kv_cache[:, 0, 0, 0, :, 0]  # [N, S]
         slots[metadata.slot_mapping // block_size, metadata.slot_mapping % block_size] = token_ids.float()
@@ -57,7 +44,7 @@ class SumDecoder:
                 assert position == metadata.seq_lens_host[seq] - (end - token)
                 blocks = metadata.block_tables[seq, : position // block_size + 1].long()
                 sums[token] = slots[blocks].flatten()[: position + 1].sum()
-        return sums[sample_rows, None]
+        return sums[rows, None]
 
     def project(self, hidden: torch.Tensor) -> torch.Tensor:
         self.num_projected_rows.append(len(hidden))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+from array import array
 
 import pytest
 from hypothesis import given
@@ -13,8 +14,7 @@ from engine import block_names
 from engine.block_pool import BlockPool
 from engine.host_tier import HostTier
 from engine.prefix_cache import PrefixCache
-from engine.prefix_tree import decode
-from shell.prefix_hash import block_hashes
+from shell.prefix_hash import block_hashes, salt_hash
 
 SIZE, NUM_BLOCKS = 2, 12
 
@@ -44,7 +44,7 @@ def known(cache: PrefixCache) -> list[int]:
         while above:
             before, node = above.pop()
             tokens = before + node.edge
-            found += block_hashes(salt, decode(tokens), SIZE)[-len(node.places) :]
+            found += block_hashes(salt_hash(salt), tokens, SIZE)[-len(node.places) :]
             above += [(tokens, child) for child in node.children.values()]
     return found
 
@@ -95,4 +95,4 @@ def test_with_no_loop_all_are_hashed_at_once(monkeypatch: pytest.MonkeyPatch) ->
 
     cache.insert("", tuple(range(8)), pool.allocate(4))
 
-    assert heard.held == block_hashes("", tuple(range(8)), SIZE)
+    assert heard.held == block_hashes(salt_hash(""), array("I", range(8)).tobytes(), SIZE)

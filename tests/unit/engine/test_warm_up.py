@@ -74,7 +74,7 @@ def test_a_chunk_that_does_not_fit_into_the_device_is_refused_by_its_option():
     model = SimpleNamespace(decoder=Full(), device=torch.device("cpu"))
     with pytest.raises(ConfigError) as caught:
         warm_up(model, KERNELS, LAYOUT, StepSizes(chunk_tokens=8, max_seqs=2, context_tokens=64))
-    assert caught.value.option == "--chunk-tokens"
+    assert caught.value.field == "--chunk-tokens"
 
 
 def test_the_pool_leaves_what_steps_take(monkeypatch):

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from array import array
+
 import pytest
 
 from router import prefix_map
 from router.prefix_map import EXPECT_S, Prefix, PrefixMap
-from shell.prefix_hash import block_hashes
+from shell.prefix_hash import block_hashes, salt_hash
 from tandem.types import TokenId
 
 TOKENS = tuple(map(TokenId, range(100)))
+TOKEN_BYTES = array("I", TOKENS).tobytes()
 
 
 def num_likely(held: PrefixMap, hashes: list[int], now_s: float) -> int:
@@ -30,16 +33,16 @@ async def test_blocks_are_named_as_workers_name_them(block_size: int, monkeypatc
     prefix = Prefix("salt", TOKENS)
     assert prefix.hashes(block_size) == ()
     await prefix.name_blocks(block_size)
-    assert prefix.hashes(block_size) == block_hashes("salt", TOKENS, block_size)
+    assert prefix.hashes(block_size) == block_hashes(salt_hash("salt"), TOKEN_BYTES, block_size)
     assert prefix.most_tokens(block_size) == 99 // block_size * block_size
 
 
 @pytest.mark.parametrize("num_held", range(7))
 def test_the_longest_match_is_found_wherever_it_ends(held: PrefixMap, num_held: int) -> None:
-    hashes = block_hashes("", TOKENS, 16)
+    hashes = block_hashes(salt_hash(""), TOKEN_BYTES, 16)
     held.change(hashes[:num_held], [], cleared=False)
     assert held.num_reported(hashes) == num_likely(held, hashes, 0.0) == num_held
-    assert held.num_reported(block_hashes("other salt", TOKENS, 16)) == 0
+    assert held.num_reported(block_hashes(salt_hash("other salt"), TOKEN_BYTES, 16)) == 0
 
 
 def test_what_a_worker_says_replaces_what_was_known(held: PrefixMap) -> None:

@@ -107,8 +107,8 @@ def test_a_bad_value_names_its_option(flag: str, text: str) -> None:
     with pytest.raises(ConfigError) as in_environment:
         read(DecodeConfig, **{variable: text})
 
-    assert on_argv.value.option == flag
-    assert in_environment.value.option == variable
+    assert on_argv.value.field == flag
+    assert in_environment.value.field == variable
 
 
 def test_an_unknown_key_in_the_environment_is_named() -> None:

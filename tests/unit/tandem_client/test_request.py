@@ -69,8 +69,8 @@ def test_tokenize_refuses_a_chats_options_beside_a_text() -> None:
 
 def test_tokenize_takes_exactly_one_input() -> None:
     with pytest.raises(InvalidRequest):
-        tokenize_request(None, None, "")
-    messages = tokenize_request(None, [{"role": "user", "content": "hi"}], "demo").chat.messages
+        tokenize_request(None, None, "", {})
+    messages = tokenize_request(None, [{"role": "user", "content": "hi"}], "demo", {}).chat.messages
     assert messages[0].content == "hi"
 
 

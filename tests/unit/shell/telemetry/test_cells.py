@@ -10,10 +10,10 @@ from shell.telemetry.metrics import Cells, Counter
 
 
 def test_a_counter_stands_at_zero_where_it_was_told_to_and_counts_by_labels() -> None:
-    counter = Counter([("a",)])
+    counter = Counter({("a",): 0.0})
     counter.add(2, "b")
     counter.add(3, "b")
-    assert counter.values == {("a",): 0, ("b",): 5}
+    assert counter == {("a",): 0, ("b",): 5}
 
 
 def test_a_value_on_a_bound_does_not_exceed_it() -> None:

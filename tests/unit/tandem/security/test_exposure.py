@@ -42,14 +42,14 @@ def test_half_of_it_is_not_enough_beyond_loopback(config: SecurityConfig, missin
     with pytest.raises(ConfigError, match=f": give {missing}, or else --insecure") as refused:
         check_exposure(config, OPEN)
 
-    assert refused.value.option == "--listen"
+    assert refused.value.field == "--listen"
 
 
 def test_the_admin_port_counts_too() -> None:
     with pytest.raises(ConfigError) as refused:
         check_exposure(SecurityConfig(), (("--listen", "127.0.0.1:1"), ("--admin-listen", "[::]:9090")))
 
-    assert refused.value.option == "--admin-listen"
+    assert refused.value.field == "--admin-listen"
 
 
 @pytest.mark.parametrize(

@@ -62,7 +62,7 @@ def test_what_grpc_does_not_speak_is_refused_at_the_start(tmp_path: Path, algori
     for load in (lambda: ServerTls(own.cert, own.key), lambda: ClientTls(own.cert, own.cert, own.key)):
         with pytest.raises(ConfigError, match="RSA") as refused:
             load()
-        assert refused.value.option == "--tls-cert"
+        assert refused.value.field == "--tls-cert"
 
 
 def test_a_rotation_to_such_a_key_leaves_the_old_one_in_use(

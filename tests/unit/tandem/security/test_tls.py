@@ -154,7 +154,7 @@ def test_an_encrypted_key_is_refused_and_nobody_is_asked(pki: Pki) -> None:
 
     with pytest.raises(ConfigError, match="encrypted") as refused:
         ServerTls(shown.cert, locked)
-    assert refused.value.option == "--tls-key"
+    assert refused.value.field == "--tls-key"
 
 
 def test_a_key_of_another_certificate_is_refused(pki: Pki) -> None:
@@ -171,12 +171,12 @@ def test_authorities_that_hold_no_certificate_are_refused(pki: Pki, tmp_path: Pa
 
     with pytest.raises(ConfigError, match="no certificates") as refused:
         ClientTls(str(path))
-    assert refused.value.option == "--tls-ca"
+    assert refused.value.field == "--tls-ca"
 
     shown = pki.issue()
     with pytest.raises(ConfigError, match="no certificates") as refused:
         ServerTls(shown.cert, shown.key, str(path))
-    assert refused.value.option == "--tls-client-ca"
+    assert refused.value.field == "--tls-client-ca"
 
 
 def test_old_versions_of_tls_are_not_spoken(pki: Pki) -> None:

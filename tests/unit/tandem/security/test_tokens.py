@@ -107,6 +107,6 @@ def test_a_file_that_cannot_be_meant_is_refused_without_showing_it(tmp_path: Pat
     with pytest.raises(ConfigError, match=said) as refused:
         Tokens(str(path))
 
-    assert refused.value.option == "--token-file"
+    assert refused.value.field == "--token-file"
     assert TOKEN not in refused.value.message
     assert "short\n" not in refused.value.message
