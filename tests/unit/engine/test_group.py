@@ -83,9 +83,10 @@ def test_choices_equal_requests_of_their_own_with_the_derived_seeds(worker, pool
     pool.assert_idle()
 
 
+@pytest.mark.parametrize("count", [1, 3])
 @pytest.mark.parametrize("num_steps", [1, 2, 4])
-def test_a_preempted_group_starts_again_and_ends_with_the_same_tokens(worker, pool, kv_cache, num_steps: int) -> None:
-    spec = spec_of((), (), (), max_tokens=6)
+def test_a_preempted_group_starts_again_and_ends_with_the_same_tokens(worker, pool, kv_cache, num_steps, count) -> None:
+    spec = spec_of(*[()] * count, max_tokens=6)
     group = Group(spec)
     for _ in range(num_steps):
         worker.step(group)
