@@ -194,20 +194,13 @@ def _part_of_chunks(chunks: Sequence[ScheduledSeq], block_size: int) -> _Part:
 
 
 def _rows_of_draws(chunks: Sequence[ScheduledSeq], starts: npt.NDArray[np.int32]) -> tuple[Ints, Ints | None]:
-    """Returns the tokens `[R]` to draw from, each once, and each draw's index into them; None if they are 0, 1, …"""
-    from_end = np.array([spec.from_end for chunk in chunks for spec in chunk.samples], dtype=np.int64)  # [D]
-    seq_of = np.repeat(np.arange(len(chunks)), [len(chunk.samples) for chunk in chunks])  # [D]
-    rows = starts[1:][seq_of] - 1 - from_end  # [D]
-    if (from_end < 0).any() or (rows < starts[:-1][seq_of]).any():
-        raise InternalError(f"a draw {from_end.max()} tokens before the end of a chunk that is shorter")
-    if (np.diff(rows) > 0).all():
-        return rows, None
-    unique, inverse = np.unique(rows, return_inverse=True)
-    return unique, inverse.astype(np.int64)
+    """Returns the last tokens `[R]` of chunks that draw, and each draw's index into these; None if they are 0, 1, …"""
+    counts = np.array([len(chunk.samples) for chunk in chunks], dtype=np.int64)  # [B]
+    rows = starts[1:][counts > 0].astype(np.int64) - 1
+    return rows, None if counts.max() < 2 else np.repeat(np.arange(len(rows)), counts[counts > 0])
 
 
 def _fed_histories(rows: DecodeRows) -> dict[int, int]:
-    """Returns `Feeds.history`."""
     feeds = rows.feeds
     if feeds is None:
         return {}

@@ -86,7 +86,7 @@ class Target:
     def reserve(self, num_tokens: int, first_block: int = 0) -> ReceivedOffer:
         blocks = self.pool.allocate(self._layout.blocks_for(num_tokens) - first_block, BlockState.RESERVED)
         landing = ReceivedOffer(self.pool, blocks, self.arrivals)
-        refs = tuple(BlockRef(block, self.pool.generation(block)) for block in blocks)
+        refs = tuple(BlockRef(block, int(self.pool.generations((block,))[0])) for block in blocks)
         landing.offer = self.receiver.offer(refs, landing, expires_in_s=60.0, first_block=first_block)
         return landing
 

@@ -63,7 +63,7 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
 
 @pytest.fixture
 async def target(engine: Engine) -> AsyncIterator[Target]:
-    made = Target(engine.layout, engine.fingerprint)
+    made = Target(engine.layout, engine.model.fingerprint)
     await made.receiver.start()
     yield made
     await made.receiver.stop()
@@ -132,7 +132,7 @@ async def make_rig(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> AsyncIter
 
     def make(transport: str = "auto") -> Rig:
         memory = PoolMemory(engine.kv_cache.blocks_view, None, new_incarnation())
-        sender = KvSender(memory, Fingerprints(engine.fingerprint, engine.layout), clock, transport)
+        sender = KvSender(memory, Fingerprints(engine.model.fingerprint, engine.layout), clock, transport)
         senders.append(sender)
         counted, max_tokens = CountedEngine(engine), engine.sizes.max_sequence_tokens
         sizes = {"max_seqs": 8, "chunk_tokens": CHUNK_TOKENS, "max_tokens": max_tokens, "vocab_size": VOCAB_SIZE}
@@ -311,7 +311,7 @@ async def test_released_during_the_transfer_both_pools_come_back(target: Target,
 
 
 async def test_a_receiver_that_goes_fails_the_prompt_as_retryable(engine: Engine, make_rig: Callable[..., Rig]) -> None:
-    rig, gone = make_rig(), Target(engine.layout, engine.fingerprint)
+    rig, gone = make_rig(), Target(engine.layout, engine.model.fingerprint)
     await gone.receiver.start()
     landing = gone.reserve(4 * CHUNK_TOKENS)
     handle = rig.prefill(spec_of(4 * CHUNK_TOKENS), landing.offer)

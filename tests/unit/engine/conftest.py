@@ -8,8 +8,13 @@ from itertools import pairwise
 import pytest
 import torch
 
+from engine.block_pool import BlockPool
+from engine.group import Group
 from engine.kv_cache import KvCache
+from engine.prefix_cache import PrefixCache
+from engine.runner import Runner
 from engine.sequence import Sequence
+from engine.step import Sampled, Step
 from kernels.compiled_step import StepInputs
 from tandem.kv_layout import DType, KvLayout
 from tandem.types import SamplingParams, TokenId
@@ -72,3 +77,36 @@ def make_seq() -> Callable[..., Sequence]:
         return Sequence(index, params, tuple(map(TokenId, token_ids)), map(TokenId, output))
 
     return make
+
+
+class GroupDriver:
+    """Takes steps of one group: copies, blocks and tokens of at most `seqs_per_step` seqs in each."""
+
+    def __init__(self, runner: Runner, pool: BlockPool, seqs_per_step: int = 99) -> None:
+        self._runner = runner
+        self._pool = pool
+        self._cache = PrefixCache(pool, enabled=False)
+        self._seqs_per_step = seqs_per_step
+        self.most_live = 0
+
+    def run(self, group: Group) -> list[tuple[Sequence, tuple[Sequence, ...], tuple[Sampled, ...]]]:
+        """Returns each seq of the step, who drew from it, and what."""
+        seqs = [each for each in group.running if not each.num_pending_tokens][: self._seqs_per_step]
+        drawers, copies, scheduled = [each.drawers for each in seqs], [], []
+        for seq in seqs:
+            copies += group.copy_on_write(seq, self._cache)
+            seq.add_blocks(self._pool.allocate(seq.blocks_wanted(seq.num_remaining_tokens, self._pool.block_size)))
+            scheduled.append(seq.schedule(seq.num_remaining_tokens))
+        outputs = self._runner.run(Step(tuple(scheduled), copies=tuple(copies))).outputs
+        self.most_live = max(self.most_live, self._pool.counts().live)
+        return list(zip(seqs, drawers, outputs, strict=True))
+
+    def preempt(self, group: Group) -> None:
+        for table in group.take_blocks():
+            self._pool.release(table)
+        self._pool.assert_idle()
+
+
+@pytest.fixture
+def pool(kv_cache: KvCache) -> BlockPool:
+    return BlockPool(kv_cache.num_blocks, kv_cache.layout.block_size)
