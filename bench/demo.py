@@ -6,35 +6,22 @@ import random
 import subprocess
 import sys
 import time
-from dataclasses import dataclass
 
 from bench.support.cluster import serve
 from models.demo.text import make_story
 from tandem.client import Client, Timings
 
 
-@dataclass(frozen=True, slots=True)
-class Turn:
-    """One streamed answer and what it took."""
-
-    answer: str
-    timings: Timings
-    num_tokens: int
-
-
-def ask(client: Client, question: str) -> Turn:
-    """Streams the answer to the terminal."""
+def ask(client: Client, question: str) -> tuple[str, Timings, int]:
+    """Streams the answer to the terminal; returns the answer, what it took, and its number of tokens."""
     pieces: list[str] = []
-    timings, num_tokens = None, 0
     for update in client.generate(messages=[{"role": "user", "content": question}], max_tokens=40, temperature=0.0):
         print(update.text, end="", flush=True)
         pieces.append(update.text)
-        if update.usage is not None:
-            timings, num_tokens = update.timings, update.usage.completion_tokens
     print()
-    if timings is None:
+    if update.timings is None or update.usage is None:
         raise RuntimeError("the stream ended without usage and timings")
-    return Turn("".join(pieces), timings, num_tokens)
+    return "".join(pieces), update.timings, update.usage.completion_tokens
 
 
 def tell(client: Client) -> None:
@@ -53,14 +40,13 @@ def question_and_answer(client: Client, seed: int, num_people: int) -> bool:
     story = make_story(rng, num_people)
     fact = rng.choice(story.facts)
     print(f"\n— a story about {num_people} people, and a question\n{story.text}\n  {fact.question}\n  ", end="")
-    turn = ask(client, f"{story.text}\n{fact.question}")
-    right = turn.answer == fact.sentence
-    timings = turn.timings
+    answer, timings, num_tokens = ask(client, f"{story.text}\n{fact.question}")
+    right = answer == fact.sentence
     print(
         f"  [{'right' if right else 'wrong: ' + fact.sentence}] first token {timings.first_token_s * 1e3:.1f} ms"
         f" (queue {timings.queue_s * 1e3:.1f}, prefill {timings.prefill_s * 1e3:.1f});"
         f" hand-off {timings.transfer_bytes / 1024:.0f} KiB in {timings.transfer_s * 1e3:.1f} ms;"
-        f" {turn.num_tokens} tokens in {timings.total_s * 1e3:.1f} ms"
+        f" {num_tokens} tokens in {timings.total_s * 1e3:.1f} ms"
     )
     return right
 

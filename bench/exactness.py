@@ -21,11 +21,19 @@ from pathlib import Path
 import torch
 from transformers.utils import logging
 
-from bench.support.exactness import BLOCK_SIZES, CHUNK_BUDGETS, SYSTEMS, check_system, make_workload
+from bench.support.exactness import (
+    AUTO_IMPL,
+    BLOCK_SIZES,
+    CHUNK_BUDGETS,
+    ENGINE_SYSTEMS,
+    SYSTEMS,
+    Settings,
+    check_system,
+    make_workload,
+    served_on,
+)
 from bench.support.logit_error import MAX_RATIO, measure_logit_errors
 from bench.support.reference import Reference
-from bench.support.served_systems import served_on
-from bench.support.systems import AUTO_IMPL, ENGINE_SYSTEMS, Settings
 from bench.support.tiny_language_parts import TINY_LANGUAGE_PARTS
 from bench.support.tiny_models import TINY_MODELS, TinyModel, save_tiny_model
 from bench.support.tiny_transformers import TINY_TRANSFORMERS

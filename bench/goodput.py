@@ -1,6 +1,6 @@
 """Goodput in paired trials, on the same cores and in the same minutes: `python -m bench.goodput`.
 
-Three loads (`bench.goodput_loads`) arrive as Poisson processes. A trial is one load at one rate with one seed of
+Three loads (`bench.goodput_trial`) arrive as Poisson processes. A trial is one load at one rate with one seed of
 arrivals, on every server in turn: each server meets the same requests at the same times, and a neighbour of the machine
 disturbs all servers alike. Objectives are 8 times the best server's median time to first token, and 3 times the best
 server's 95th percentile of a request's gaps, of requests one at a time. A server passes a rate if at least 90 % of the
@@ -32,8 +32,17 @@ from typing import Any
 
 import uvloop
 
-from bench.goodput_loads import LOADS, Load, arrivals
-from bench.goodput_trial import Objectives, Trial, measure_unloaded, objectives_of, passes, run_trial
+from bench.goodput_trial import (
+    LOADS,
+    Load,
+    Objectives,
+    Trial,
+    arrivals,
+    measure_unloaded,
+    objectives_of,
+    passes,
+    run_trial,
+)
 from bench.peers.process import end_in_order
 from bench.peers.servers import (
     AUTO,

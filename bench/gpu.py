@@ -20,8 +20,7 @@ from typing import Any
 
 import torch
 
-from bench.kernels.gpu import describe_gpu
-from bench.support.machine import write_record
+from bench.support.machine import describe_gpu, write_record
 from kvtransfer.transports import available_between
 
 DEVICE = "cuda:0"

@@ -22,8 +22,7 @@ import torch
 import uvloop
 
 from bench.support.machine import write_record
-from bench.transfer_ceilings import CopyCeiling, DeviceCopyCeiling, SocketCeiling
-from bench.transfer_pair import Pair, Spec, Tls, pool_memory
+from bench.transfer_pair import CopyCeiling, DeviceCopyCeiling, Pair, SocketCeiling, Spec, Tls, pool_memory
 from kvtransfer.transports import CUDA_IPC, NIXL, SHM, TCP, usable
 
 MIB = 1024 * 1024

@@ -3,37 +3,15 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
-import math
 from collections.abc import Callable
 from pathlib import Path
-from typing import TypeVar
 
-from cli.command import Subparsers, add_command
+from cli.command import Subparsers, add_command, count, natural, positive
 from cli.load.plot import can_plot, draw
 from cli.load.run import run as run_load
 from cli.load.workload import LoadOptions
 from shell.config import ClientConfig, add_arguments, load
 from tandem.errors import ConfigError
-
-N = TypeVar("N", int, float)
-
-
-def _number(kind: Callable[[str], N], allowed: Callable[[N], bool], what: str) -> Callable[[str], N]:
-    """Returns an argparse type that reads a number."""
-
-    def parse(text: str) -> N:
-        with contextlib.suppress(ValueError):
-            if allowed(value := kind(text)):
-                return value
-        raise argparse.ArgumentTypeError(f"{text!r} is not {what}")
-
-    return parse
-
-
-_positive = _number(float, lambda value: 0 < value < math.inf, "a number above 0")
-_natural = _number(int, lambda value: value >= 0, "a whole number, not negative")
-_count = _number(int, lambda value: value >= 1, "a whole number of at least 1")
 
 
 def add_parser(subparsers: Subparsers) -> None:
@@ -48,23 +26,21 @@ def add_parser(subparsers: Subparsers) -> None:
         "Prompts are random token ids; end-of-text is ignored, so that the work is known.",
     )
     loop = parser.add_mutually_exclusive_group()
-    loop.add_argument("--rate", type=_positive, metavar="PER_S", help="requests per second [4]")
-    loop.add_argument("--concurrency", type=_count, metavar="N", help="callers at a time")
+    loop.add_argument("--rate", type=positive, metavar="PER_S", help="requests per second [4]")
+    loop.add_argument("--concurrency", type=count, metavar="N", help="callers at a time")
     parser.add_argument(
         "--arrivals", choices=("poisson", "fixed"), default="poisson", help="gaps between arrivals [poisson]"
     )
-    parser.add_argument("--requests", type=_count, default=100, metavar="N", help="requests that count [100]")
-    parser.add_argument("--warmup", type=_natural, default=2, metavar="N", help="requests before, not counted [2]")
-    parser.add_argument("--prompt-tokens", type=_count, default=128, metavar="N", help="mean prompt length [128]")
-    parser.add_argument("--output-tokens", type=_count, default=64, metavar="N", help="mean answer length [64]")
+    parser.add_argument("--requests", type=count, default=100, metavar="N", help="requests that count [100]")
+    parser.add_argument("--warmup", type=natural, default=2, metavar="N", help="requests before, not counted [2]")
+    parser.add_argument("--prompt-tokens", type=count, default=128, metavar="N", help="mean prompt length [128]")
+    parser.add_argument("--output-tokens", type=count, default=64, metavar="N", help="mean answer length [64]")
     parser.add_argument(
         "--lengths", choices=("fixed", "exponential"), default="fixed", help="how lengths are distributed [fixed]"
     )
-    parser.add_argument("--seed", type=_natural, default=0, help="same seed, same arrivals and prompts [0]")
-    parser.add_argument("--slo-ttft-ms", type=_positive, metavar="MS", help="goodput: first token within this")
-    parser.add_argument(
-        "--slo-itl-ms", type=_positive, metavar="MS", help="goodput: p99 of a request's ITL within this"
-    )
+    parser.add_argument("--seed", type=natural, default=0, help="same seed, same arrivals and prompts [0]")
+    parser.add_argument("--slo-ttft-ms", type=positive, metavar="MS", help="goodput: first token within this")
+    parser.add_argument("--slo-itl-ms", type=positive, metavar="MS", help="goodput: p99 of a request's ITL within this")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures and every request as JSON")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="draw the distributions (needs matplotlib)")
     add_arguments(parser, ClientConfig)

@@ -98,9 +98,8 @@ def shadowed(packages: Iterable[str]) -> Iterator[str]:
         if found != home:
             where = "is not installed" if found is None else f"is imported from {found}"
             yield (
-                f"shadowed: the package `{name}` {where}, Tandem lies in {home}: give Tandem an environment "
-                "of its own, "
-                "and start it in another folder"
+                f"shadowed: the package `{name}` {where}, Tandem lies in {home}: give Tandem an environment of its "
+                "own, and start it in another folder"
             )
 
 
@@ -121,7 +120,6 @@ def _version(name: str) -> str:
 
 
 def _compute_parts() -> dict[str, ConsoleRenderable]:
-    """What depends on torch."""
     try:
         import torch
     except ModuleNotFoundError:

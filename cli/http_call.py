@@ -10,7 +10,6 @@ from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager
 from http import HTTPStatus
 from http.client import HTTPConnection, HTTPException
-from types import TracebackType
 
 from cli.liveness import HealthClient
 from shell.rpc.address import local_address
@@ -78,10 +77,7 @@ class HttpHealth:
     async def __aenter__(self) -> HttpHealth:
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        return
+    async def __aexit__(self, *exception: object) -> None: ...
 
     async def serving(self, service: str, *, timeout_s: float) -> bool:
         """Whatever the `service`. Raises Unavailable, DeadlineExceeded.

@@ -56,7 +56,6 @@ def _identity(found: Servable, dtype: DType, config: DecodeConfig) -> Iterator[R
 
 
 def _rotation(found: Servable) -> str:
-    """Which of longrope's lists is taken."""
     if found.implementation != NATIVE:
         return ""
     scaling = load_model_config(found.checkpoint.path, found.checkpoint.context_tokens).rope.scaling

@@ -8,7 +8,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from cli.command import Subparsers, add_command
+from cli.command import Subparsers, add_command, count, positive
 from cli.thresholds import write_component
 from tandem.errors import ConfigError, Unavailable
 
@@ -28,15 +28,15 @@ def add_parser(subparsers: Subparsers) -> None:
         "--trace", type=Path, required=True, metavar="FILE", help="JSON lines as Mooncake's: timestamp (ms), "
         "input_length, output_length, hash_ids (blocks of 512 tokens that prompts share)",
     )  # fmt: skip
-    parser.add_argument("--rate", type=_positive, metavar="PER_S", help="requests per second; [as in the trace]")
-    parser.add_argument("--ttft", type=_positive, required=True, metavar="S", help="objective for the first token")
+    parser.add_argument("--rate", type=positive, metavar="PER_S", help="requests per second; [as in the trace]")
+    parser.add_argument("--ttft", type=positive, required=True, metavar="S", help="objective for the first token")
     parser.add_argument(
-        "--itl", type=_positive, required=True, metavar="S", help="objective for the 95th percentile between tokens"
+        "--itl", type=positive, required=True, metavar="S", help="objective for the 95th percentile between tokens"
     )
     parser.add_argument(
         "--cost-model", type=Path, required=True, metavar="FILE", help="as `python -m bench.simulate --calibrate` fits"
     )
-    parser.add_argument("--max-workers", type=_count, default=64, metavar="N", help="of all roles together [64]")
+    parser.add_argument("--max-workers", type=count, default=64, metavar="N", help="of all roles together [64]")
     parser.add_argument(
         "--autoscaler", type=Path, metavar="DIR", help="also thresholds for autoscalers, and a kustomize component in "
         "DIR that sets them in those of deploy/components/autoscale-*",
@@ -102,15 +102,3 @@ def _lines(plan: dict[str, Any]) -> list[str]:
         for role, values in found.get("thresholds", {}).items():
             lines += [f"        {role} {name}: {value:g}" for name, value in values.items()]
     return lines
-
-
-def _positive(text: str) -> float:
-    if not 0 < (value := float(text)) < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text} is not positive")
-    return value
-
-
-def _count(text: str) -> int:
-    if (value := int(text)) < 1:
-        raise argparse.ArgumentTypeError(f"{text} is not a whole number of at least 1")
-    return value

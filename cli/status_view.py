@@ -139,7 +139,6 @@ def _summary(status: ClusterStatus) -> Iterator[ConsoleRenderable]:
 
 
 def _latencies(recent: RecentActivity) -> Table:
-    """Returns the latencies measured in the last minute."""
     rows = [
         (
             *(_LATENCY_NAMES.get(each.name, each.name.replace("_", " ")), duration(each.p50_s)),

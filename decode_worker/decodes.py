@@ -20,9 +20,9 @@ from collections.abc import Collection, Iterable, Iterator
 from collections.abc import Sequence as SequenceOf
 from dataclasses import replace
 
-from decode_worker.admission import Admission
 from decode_worker.incoming_transfers import IncomingTransfers
 from decode_worker.moves import Moves
+from decode_worker.reservations import Reservations
 from decode_worker.running_batch import RunningBatch
 from engine.beam_group import BeamGroup, candidates_of
 from engine.sequence import Sequence, new_block_table
@@ -68,7 +68,7 @@ class Decodes:
         self._owner = owner
         self._transfers = IncomingTransfers(parts, receiver, self)
         self._batch = RunningBatch(parts.cache, parts.sizes.max_seqs, forecast, budget, releases, prompts)
-        self._admission = Admission(parts.sizes.max_seqs, parts.cache, forecast, self._batch, self._transfers, prompts)
+        self._reservations = Reservations(parts, forecast, self._batch, self._transfers, prompts)
         self._moves = Moves(self._batch, parts.cache, sender, owner.end, owner.changed)
         self._live: dict[Request, None] = {}
         """Requests that have not ended, in order of arrival."""
@@ -82,17 +82,17 @@ class Decodes:
     @property
     def is_settled(self) -> bool:
         """Whether no request is here, and every router knows what became of its requests."""
-        is_empty = not (self._live or len(self._admission.line) or len(self._transfers) or len(self._batch))
+        is_empty = not (self._live or len(self._reservations.line) or len(self._transfers) or len(self._batch))
         return is_empty and self._moves.is_settled
 
     def add_to(self, load: WorkerLoad) -> WorkerLoad:
         """Returns the load with that of this source; each choice counts as a sequence."""
         batch, budget = self._batch, self._budget
-        queued_tokens = self._admission.num_tokens_in_line(computed_elsewhere=not self._elastic)
+        queued_tokens = self._reservations.num_tokens_in_line(computed_elsewhere=not self._elastic)
         return replace(
             load,
             running_seqs=load.running_seqs + batch.num_running,
-            waiting_seqs=load.waiting_seqs + self._admission.num_seqs_in_line + batch.num_waiting,
+            waiting_seqs=load.waiting_seqs + self._reservations.num_seqs_in_line + batch.num_waiting,
             queued_prompt_tokens=load.queued_prompt_tokens + queued_tokens + batch.num_prompt_tokens_left,
             live_transfers=load.live_transfers + self._receiver.num_live,
             preemptions=batch.num_preemptions,
@@ -105,13 +105,13 @@ class Decodes:
         yield from self._batch.running_waits()
         yield from ((request, WaitReason.ROOM) for request in self._live if request.group.awaits_guides)
         if line_moves:
-            yield from ((request, WaitReason.ROOM) for request in self._admission.line)
+            yield from ((request, WaitReason.ROOM) for request in self._reservations.line)
             yield from self._batch.line_waits()
 
     def tick(self) -> None:
         """See `DecodeSource`. Tickets and hand-offs run out; an overloaded worker offers a request to others."""
         self._transfers.expire()
-        if (stuck := self._admission.stuck(self._parts.clock.now_s())) is not None:
+        if (stuck := self._reservations.stuck(self._parts.clock.now_s())) is not None:
             self._owner.end(stuck, Overloaded("others need the KV blocks that it holds while it waits"))
         if self._draining:
             self.drain()
@@ -142,14 +142,14 @@ class Decodes:
     def enter(self, request: Request) -> None:
         """See `Source`. Raises PrefixNotHeld, Overloaded."""
         self._check_prefix_held(request)
-        self._admission.add(request)
+        self._reservations.add(request)
         if request.reads_cache:
             request.group.prefetch(self._cache)
 
     def admit(self) -> None:
         """See `DecodeSource`."""
         self._moves.steps_ended()
-        while (request := self._admission.next_reservation()) is not None:
+        while (request := self._reservations.next_reservation()) is not None:
             try:
                 if request.owes_prefill_done:
                     self._check_prefix_held(request)  # it may have gone while the request was in line
@@ -188,7 +188,7 @@ class Decodes:
         self._transfers.withdraw(request)
         self._moves.forget(request)
         failed = error is not None or self._moves.pushes(request)
-        self._admission.ended(request, in_batch=request in self._batch, failed=failed)
+        self._reservations.ended(request, in_batch=request in self._batch, failed=failed)
         self._batch.leave(request)
         for table in request.group.take_blocks():  # what it held while the rest was to be received
             self._pool.release(table)

@@ -175,7 +175,7 @@ class Decoding:
         columns[_COMPUTED, rows] += 1
         columns[_STEP, rows] = self._num_steps
         columns[_DRAW, rows] = np.arange(len(pairs))
-        draws = Draws(self._draws if isinstance(rows, slice) else self._draws[rows], output_indexes, extras)
+        draws = Draws(self._draws if isinstance(rows, slice) else self._draws.take(rows), output_indexes, extras)
         return DecodeRows(token_ids, context_lens, self._tables[rows, :width].copy(), draws, feeds)
 
     def _written_blocks(self, rows: Ints) -> npt.NDArray[np.intp]:
@@ -210,7 +210,7 @@ class Decoding:
             self._pairs = tuple(compress(self._pairs, stays))
             self._is_plain = tuple(compress(self._is_plain, stays))
             self._columns, self._tables = self._columns[:, stays], self._tables[stays]
-            self._draws = self._draws[stays]
+            self._draws = self._draws.take(stays)
             self._changed()
 
     def _take_in(self, pairs: list[Pair]) -> None:

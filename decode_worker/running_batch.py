@@ -12,7 +12,6 @@ from __future__ import annotations
 import bisect
 from collections.abc import Collection, Iterable, Iterator
 from collections.abc import Sequence as SequenceOf
-from collections.abc import Set as AbstractSet
 
 from decode_worker.decoding import Decoding
 from decode_worker.scheduler import Beside, StepPlan, StepPlanner
@@ -64,11 +63,6 @@ class RunningBatch:
 
     def __contains__(self, request: Request) -> bool:
         return request in self._requests
-
-    @property
-    def requests(self) -> AbstractSet[Request]:
-        """All that are here."""
-        return self._requests
 
     @property
     def num_running(self) -> int:

@@ -21,8 +21,8 @@ cache knew nothing: a hold on known blocks takes no more of what is available th
 Nothing is preempted for a group ranked behind it. So the first-ranked group is never preempted and takes what all
 others hold; if it has no seat and nothing else can step, the last-ranked running group vacates one, and the next plan
 seats it. It always progresses, unless blocks are reserved for hand-offs, which end by themselves or are given up
-(`admission`), or held by prompts that are computed for other workers: these need no seat, hold all their blocks from
-the start, are never preempted, and leave when they are handed over or given up (`admission`).
+(`reservations`), or held by prompts that are computed for other workers: these need no seat, hold all their blocks from
+the start, are never preempted, and leave when they are handed over or given up (`reservations`).
 
 Reads groups and the counts of pool and cache, changes neither; knows no clock and no engine.
 """

@@ -24,6 +24,7 @@ from engine.prompt_scores import ScorePlan
 from engine.step import DecodeRows, ScheduledSeq
 from engine.upload import upload
 from kernels.attention import AttentionMetadata
+from kernels.compiled_step import StepInputs
 from tandem.errors import InternalError
 
 _NO_INTS: Ints = np.zeros(0, np.int64)
@@ -73,24 +74,10 @@ class Batch:
 class Forward(Protocol):
     """`models.decoder.Decoder`, or a fake."""
 
-    def forward(
-        self,
-        token_ids: torch.Tensor,
-        positions: torch.Tensor,
-        kv_cache: torch.Tensor,
-        metadata: AttentionMetadata,
-        sample_rows: torch.Tensor,
-    ) -> torch.Tensor:
-        """Stores KV of `[T]` tokens in `kv_cache`; returns logits `[R, V]` of `sample_rows` `[R]`."""
+    def forward(self, step: StepInputs) -> torch.Tensor:
+        """Stores KV of the step's tokens; returns logits `[R, V]` of its rows."""
 
-    def hidden(
-        self,
-        token_ids: torch.Tensor,
-        positions: torch.Tensor,
-        kv_cache: torch.Tensor,
-        metadata: AttentionMetadata,
-        sample_rows: torch.Tensor,
-    ) -> torch.Tensor:
+    def hidden(self, step: StepInputs) -> torch.Tensor:
         """Runs `forward` without the last projection: returns `[R, E]`."""
 
     def project(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -207,20 +194,13 @@ def _part_of_chunks(chunks: Sequence[ScheduledSeq], block_size: int) -> _Part:
 
 
 def _rows_of_draws(chunks: Sequence[ScheduledSeq], starts: npt.NDArray[np.int32]) -> tuple[Ints, Ints | None]:
-    """Returns the tokens `[R]` to draw from, each once, and each draw's index into them; None if they are 0, 1, …"""
-    from_end = np.array([spec.from_end for chunk in chunks for spec in chunk.samples], dtype=np.int64)  # [D]
-    seq_of = np.repeat(np.arange(len(chunks)), [len(chunk.samples) for chunk in chunks])  # [D]
-    rows = starts[1:][seq_of] - 1 - from_end  # [D]
-    if (from_end < 0).any() or (rows < starts[:-1][seq_of]).any():
-        raise InternalError(f"a draw {from_end.max()} tokens before the end of a chunk that is shorter")
-    if (np.diff(rows) > 0).all():
-        return rows, None
-    unique, inverse = np.unique(rows, return_inverse=True)
-    return unique, inverse.astype(np.int64)
+    """Returns the last tokens `[R]` of chunks that draw, and each draw's index into these; None if they are 0, 1, …"""
+    counts = np.array([len(chunk.samples) for chunk in chunks], dtype=np.int64)  # [B]
+    rows = starts[1:][counts > 0].astype(np.int64) - 1
+    return rows, None if counts.max() < 2 else np.repeat(np.arange(len(rows)), counts[counts > 0])
 
 
 def _fed_histories(rows: DecodeRows) -> dict[int, int]:
-    """Returns `Feeds.history`."""
     feeds = rows.feeds
     if feeds is None:
         return {}

@@ -117,7 +117,6 @@ class BeamSearch:
         return self._beams[parent].tokens, TokenLogprobs(token_id, logprob, alternatives)
 
     def _keep(self, score: float, tokens: _Tokens, reason: FinishReason) -> None:
-        """Keeps a hypothesis that is among the best so far."""
         penalised = self._penalised(score, self._length)
         at = bisect.bisect_right(self._finished, -penalised, key=lambda each: -each.score)
         if at < self._width:

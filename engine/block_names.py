@@ -11,7 +11,7 @@ from array import array
 from collections.abc import Sequence
 from typing import Protocol, cast
 
-from engine.prefix_tree import TOKEN_BYTES, Node, PrefixTree, decode
+from engine.prefix_tree import TOKEN_BYTES, Node, PrefixTree
 from shell.prefix_hash import block_hashes, salt_hash
 from tandem.types import TokenId
 
@@ -89,7 +89,7 @@ class BlockNames:
         hashes = array("Q", block_hashes(first, tokens, self._block_size))
         node.hashes += hashes
         if self.listener is not None:
-            self.listener.stored(cache_salt, above, hashes, cast("Sequence[TokenId]", decode(tokens)))
+            self.listener.stored(cache_salt, above, hashes, cast("Sequence[TokenId]", array("I", tokens)))
 
 
 def _first_that_lacks(node: Node) -> Node:

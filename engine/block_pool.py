@@ -85,12 +85,8 @@ class BlockPool:
         """Where the block is now."""
         return _STATES[self._state[block]]
 
-    def generation(self, block: BlockId) -> int:
-        """How often the block was allocated; never falls."""
-        return self._generation[block]
-
     def generations(self, blocks: Sequence[BlockId]) -> npt.NDArray[np.uint64]:
-        """Returns the `generation` of each block."""
+        """Returns how often each block was allocated; a number that never falls."""
         return self._generations[np.asarray(blocks, np.intp)].astype(np.uint64)
 
     def ref_count(self, block: BlockId) -> int:
@@ -255,8 +251,10 @@ class BlockPool:
     def _require(self, blocks: Sequence[BlockId], states: tuple[int, ...], verb: str) -> npt.NDArray[np.intp]:
         """The blocks as indices; raises InternalError if one is named twice or in another state."""
         indices = np.asarray(blocks, np.int32).astype(np.intp)
-        if len(indices) > _FEW and self._are_distinct(indices) and self._are_in(indices, states):
-            return indices
+        if len(indices) > _FEW and self._are_distinct(indices):
+            found = self._states[indices]
+            if sum(np.count_nonzero(found == state) for state in states) == len(indices):
+                return indices
         if len(set(blocks)) != len(blocks):
             raise InternalError(f"{verb} names a block twice")
         for block in blocks:
@@ -272,13 +270,6 @@ class BlockPool:
         numbers = self._numbers[: len(indices)]
         self._order[indices] = numbers
         return bool((self._order[indices] == numbers).all())
-
-    def _are_in(self, indices: npt.NDArray[np.intp], states: tuple[int, ...]) -> bool:
-        found = self._states[indices]
-        is_right = found == states[0]
-        for state in states[1:]:
-            is_right |= found == state
-        return bool(is_right.all())
 
     def _free_blocks(self, indices: npt.NDArray[np.intp]) -> None:
         self._move_all(indices, _FREE)

@@ -56,11 +56,8 @@ def plan_chunks(remaining_tokens: Sequence[int], budget_tokens: int, max_seqs: i
     The sum never exceeds `budget_tokens`, and at most `max_seqs` chunks are not empty. All
     seqs that get tokens stand before all that get none, and only the last may be cut short.
     """
-    chunks = [0] * len(remaining_tokens)
-    left = budget_tokens
+    chunks, left = [0] * len(remaining_tokens), max(0, budget_tokens)
     for index, remaining in enumerate(remaining_tokens[: max(0, max_seqs)]):
-        if left <= 0:
-            break
         chunks[index] = min(remaining, left)
         left -= chunks[index]
     return chunks

@@ -12,10 +12,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
+from engine.cache_counters import CacheCounters
 from engine.disk_tier import DiskJob
 from engine.host_moves import HostMoves
 from engine.row_book import RowBook
-from engine.step import HostRow
 from shell.telemetry.logging import get_logger
 
 _log = get_logger(__name__)
@@ -41,10 +41,11 @@ class Disk(Protocol):
 class DiskCopies:
     """Between slots of `disk` and the rows of a host tier. Without a disk there are no slots, and so no copies."""
 
-    def __init__(self, disk: Disk | None, host: HostMoves) -> None:
-        self.slots: RowBook[int] = RowBook(0 if disk is None else disk.num_slots)
+    def __init__(self, disk: Disk | None, host: HostMoves, counters: CacheCounters) -> None:
+        self.slots = RowBook(0 if disk is None else disk.num_slots)
         self._disk = disk
         self._host = host
+        self._counters = counters
         self._checksums: dict[int, int] = {}
         """Checksums of ready slots."""
         self._num_jobs = 0
@@ -54,15 +55,13 @@ class DiskCopies:
         """Whether nothing goes to the disk and nothing comes back: there is none, or it has failed."""
         self._num_damaged = 0
         """Blocks that came back with other bytes than were written."""
-        self.num_stored = self.num_loaded = self.num_failed = 0
-        """Blocks that were written, and read; and those that were lost, because that failed."""
 
     @property
     def num_jobs_left(self) -> int:
         """How many blocks may be stored or loaded now."""
         return 0 if self.is_off else _MOST_JOBS - self._num_jobs
 
-    def store(self, row: HostRow) -> int:
+    def store(self, row: int) -> int:
         """Takes a slot that a ready row's block is written to. Raises Overloaded if there is none."""
         slot = self.slots.allocate()
         self._host.rows.pin((row,))
@@ -71,7 +70,7 @@ class DiskCopies:
         self._submit(DiskJob(slot, row, self._host.memory(row), is_read=False))
         return slot
 
-    def load(self, slot: int) -> HostRow:
+    def load(self, slot: int) -> int:
         """Takes a row that a ready slot's block is read into. Raises Overloaded if there is none."""
         row = self._host.rows.allocate()
         self._host.rows.pin((row,))
@@ -79,9 +78,9 @@ class DiskCopies:
         self.slots.free((slot,))
         return row
 
-    def take_done(self) -> Sequence[HostRow]:
+    def take_done(self) -> Sequence[int]:
         """Notes what the disk has done. Returns rows that it could not fill, for the caller to forget and to unpin."""
-        unfilled: list[HostRow] = []
+        unfilled: list[int] = []
         for job in () if self._disk is None else self._disk.take_done():
             self._num_jobs -= 1
             if job.error is not None:
@@ -89,7 +88,7 @@ class DiskCopies:
             elif not job.is_intact:
                 self._damaged()
             is_good = job.error is None and job.is_intact
-            self.num_failed += not is_good
+            self._counters.disk_failed_blocks += not is_good
             if not job.is_read:
                 self._written(job, is_good=is_good)
             elif not is_good:
@@ -97,7 +96,7 @@ class DiskCopies:
                 continue
             else:
                 self._host.rows.filled((job.row,))
-                self.num_loaded += 1
+                self._counters.disk_loaded_blocks += 1
             self._host.rows.unpin((job.row,))
         return unfilled
 
@@ -109,7 +108,7 @@ class DiskCopies:
     def _written(self, job: DiskJob, *, is_good: bool) -> None:
         self.num_writing -= 1
         if is_good:
-            self.num_stored += 1
+            self._counters.disk_stored_blocks += 1
             self._checksums[job.slot] = job.checksum
             self.slots.filled((job.slot,))
         self.slots.unpin((job.slot,))

@@ -20,8 +20,6 @@ from typing import Final
 
 import xxhash
 
-from engine.step import HostRow
-
 _READ, _WRITE, _STOP = 1, 2, 0
 """In the order of their urgency."""
 _CLOSE_S = 5.0
@@ -33,7 +31,7 @@ class DiskJob:
     """Copies one block between a row and a slot; the result is written into the job."""
 
     slot: int
-    row: HostRow
+    row: int
     memory: memoryview
     """The row's bytes."""
     is_read: bool

@@ -49,8 +49,6 @@ class SampleSpec(NamedTuple):
 
     May be the seq's own: `launch` reads it before it returns.
     """
-    from_end: int = 0
-    """From which of the seq's scheduled tokens: 0 = the last, 1 = the one before, …"""
     num_candidates: int = 0
     """0 = one token is drawn as `params` say; k = the k best with their log-probabilities, best first (beam search).
 
@@ -63,8 +61,7 @@ class SampleSpec(NamedTuple):
     """Changes that `params` fix, if kept; None = made where needed."""
 
 
-@dataclass(frozen=True, slots=True)
-class DrawColumns:
+class DrawColumns(NamedTuple):
     """What does not change from one draw of a choice to the next; arrays `[D]`."""
 
     temperature: npt.NDArray[np.float32]
@@ -87,21 +84,13 @@ class DrawColumns:
             np.array([each.seed & 0xFFFFFFFFFFFFFFFF for each in params], np.uint64).view(np.int64),
         )
 
-    def __getitem__(self, rows: npt.NDArray[np.intp] | npt.NDArray[np.bool_] | slice) -> DrawColumns:
+    def take(self, rows: npt.NDArray[np.intp] | npt.NDArray[np.bool_] | slice) -> DrawColumns:
         """Returns these rows."""
-        return DrawColumns(
-            self.temperature[rows], self.top_k[rows], self.top_p[rows], self.min_p[rows], self.seed[rows]
-        )
+        return DrawColumns(*[getattr(self, name)[rows] for name in self._fields])
 
     def joined(self, others: DrawColumns) -> DrawColumns:
         """Returns these rows, then the rows of the second argument."""
-        return DrawColumns(
-            np.append(self.temperature, others.temperature),
-            np.append(self.top_k, others.top_k),
-            np.append(self.top_p, others.top_p),
-            np.append(self.min_p, others.min_p),
-            np.append(self.seed, others.seed),
-        )
+        return DrawColumns(*(np.append(getattr(self, name), getattr(others, name)) for name in self._fields))
 
 
 @dataclass(frozen=True, slots=True)

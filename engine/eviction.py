@@ -10,14 +10,13 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable, Container, Iterable, Sequence
-from typing import Any, cast
+from typing import cast
 
 from engine.block_pool import BlockPool
+from engine.cache_counters import CacheCounters
 from engine.disk_copies import DiskCopies
 from engine.host_moves import HostMoves, LoadCosts
 from engine.prefix_tree import Node, PrefixTree, Tier
-from engine.row_book import RowBook
-from engine.step import HostRow
 from tandem.errors import InternalError
 from tandem.lifecycle import BlockState
 from tandem.types import BlockId
@@ -36,6 +35,7 @@ class Evictor:
         host: HostMoves,
         disk: DiskCopies,
         costs: LoadCosts,
+        counters: CacheCounters,
         on_removed: Callable[[Sequence[int]], None],
     ) -> None:
         """`on_removed` is called with the hashes of blocks that became known nowhere."""
@@ -44,10 +44,9 @@ class Evictor:
         self._host = host
         self._disk = disk
         self._costs = costs
+        self._counters = counters
         self._on_removed = on_removed
         self._num_rows_ahead = -(-host.rows.num_rows // _AHEAD) if disk.slots.num_rows else 0
-        self.num_evicted = 0
-        """Blocks of the pool that were made free."""
         self.in_use = 0
         """Stamp of the newest use: its nodes stay in the host tier."""
 
@@ -65,7 +64,7 @@ class Evictor:
         num_blocks -= self.evict_leaves(num_blocks, store=store)
         while num_blocks > 0:
             num_freed = self._evict_above_held()
-            self.num_evicted += num_freed
+            self._counters.evicted_blocks += num_freed
             num_blocks -= num_freed
 
     def evict_leaves(self, num_blocks: int, *, store: bool) -> int:
@@ -75,18 +74,15 @@ class Evictor:
             leaf = self._tree.least_used(Tier.DEVICE)
             if leaf is None or leaf.last_used > began:  # all have been looked at
                 break
-            num_unheld = self._num_unheld(leaf, num_blocks - num_freed)
+            last = leaf.places[max(0, len(leaf.places) - num_blocks + num_freed) :]
+            num_unheld = self._pool.num_cached_last(as_blocks(last))
             if num_unheld:
                 self._evict_tail(leaf, num_unheld, store=store and self._costs.loading_pays)
                 num_freed += num_unheld
             else:
                 leaf.last_used = self._tree.tick()  # it is in use now
-        self.num_evicted += num_freed
+        self._counters.evicted_blocks += num_freed
         return num_freed
-
-    def _num_unheld(self, node: Node, at_most: int) -> int:
-        """Returns how many of the node's last blocks nobody holds."""
-        return self._pool.num_cached_last(as_blocks(node.places[max(0, len(node.places) - at_most) :]))
 
     def _evict_tail(self, node: Node, num_blocks: int, *, store: bool) -> None:
         """Evicts the node's last blocks: into the host tier as far as that has room, and forgets the others."""
@@ -99,21 +95,14 @@ class Evictor:
         if num_stored:
             if num_kept:
                 self._tree.split(node, num_kept)
-            self._store(node)
+            blocks = as_blocks(node.places)
+            self._pool.evict(blocks)
+            self._tree.move(node, Tier.HOST, array("i", [self._host.store(block) for block in blocks]))
+            self._tree.merge(node)
 
-    def _store(self, node: Node) -> None:
-        """Moves a node's CACHED blocks to the host tier, which has room."""
-        blocks = as_blocks(node.places)
-        self._pool.evict(blocks)
-        self._tree.move(node, Tier.HOST, array("i", [self._host.store(block) for block in blocks]))
-        self._tree.merge(node)
-
-    def make_room(self, num_rows: int) -> int:
-        """Frees rows of the host tier, least recently used first; returns how many of `num_rows` there are then."""
-        return self._make_room(Tier.HOST, self._host.rows, num_rows)
-
-    def _make_room(self, tier: Tier, rows: RowBook[Any], num_rows: int) -> int:
-        """Frees rows in either tier behind the pool; see `make_room`."""
+    def make_room(self, num_rows: int, tier: Tier = Tier.HOST) -> int:
+        """Frees rows of a tier, least recently used first; returns how many of `num_rows` there are then."""
+        rows = self._disk.slots if tier is Tier.DISK else self._host.rows
         while rows.num_free < num_rows:
             leaf = self._tree.least_used(tier)
             if leaf is None or leaf.last_used >= self.in_use or rows.is_pinned(leaf.places[-1]):
@@ -130,12 +119,12 @@ class Evictor:
         while (missing := min(self._num_rows_ahead - host.rows.num_free - disk.num_writing, disk.num_jobs_left)) > 0:
             leaf = self._tree.least_used(Tier.HOST)
             num_idle = 0 if leaf is None else host.rows.num_idle(leaf.places, missing)
-            num_moved = self._make_room(Tier.DISK, disk.slots, num_idle)
+            num_moved = self.make_room(num_idle, Tier.DISK)
             if leaf is None or not num_moved:
                 break
             if num_moved < len(leaf.places):
                 self._tree.split(leaf, len(leaf.places) - num_moved)
-            rows = as_rows(leaf.places)
+            rows = leaf.places
             self._tree.move(leaf, Tier.DISK, array("i", [disk.store(row) for row in rows]))
             host.free(rows)
             self._tree.merge(leaf)
@@ -191,7 +180,7 @@ class Evictor:
                 self._pool.forget(held)
             self._pool.evict(cached)
         elif node.tier is Tier.HOST:
-            self._host.free(as_rows(node.places))
+            self._host.free(node.places)
         else:
             self._disk.slots.free(node.places)
 
@@ -199,8 +188,3 @@ class Evictor:
 def as_blocks(places: Iterable[int]) -> Sequence[BlockId]:
     """Places of the device tier are blocks of the pool."""
     return cast("Sequence[BlockId]", places)
-
-
-def as_rows(places: Iterable[int]) -> Sequence[HostRow]:
-    """Places of the host tier are its rows."""
-    return cast("Sequence[HostRow]", places)

@@ -19,6 +19,7 @@ import torch
 from engine.batch import Batch, Forward
 from engine.device import synchronize
 from kernels.attention import AttentionMetadata
+from kernels.compiled_step import StepInputs
 from kernels.step_inputs import GraphRows, load_rows
 from shell.progress import track
 from shell.telemetry.logging import get_logger
@@ -57,28 +58,6 @@ def batch_sizes(largest: int) -> tuple[int, ...]:
 def context_bounds(max_seq_len: int) -> tuple[int, ...]:
     """Bounds on the longest seq to capture for, ascending, up to `max_seq_len` itself."""
     return (*(bound for bound in _CONTEXT_BOUNDS if bound < max_seq_len), max_seq_len)
-
-
-class StaticInputs:
-    """The tensors that graphs were recorded with; empty rows to begin with."""
-
-    def __init__(self, num_seqs: int, max_blocks: int, device: torch.device) -> None:
-        """For up to B = `num_seqs` seqs of up to `max_blocks` blocks."""
-        self.rows = GraphRows.empty(num_seqs, max_blocks, device)
-        self.sample_rows = torch.arange(num_seqs, device=device)  # [B], never changes
-        self._cu_seqlens_q = torch.arange(num_seqs + 1, dtype=torch.int32, device=device)  # [B + 1], never changes
-
-    def metadata(self, shape: GraphShape, block_size: int) -> AttentionMetadata:
-        """Returns the metadata of the first rows, as the kernels see these rows under capture."""
-        rows, width = shape.num_seqs, -(-shape.max_seq_len // block_size)
-        return AttentionMetadata(
-            cu_seqlens_q=self._cu_seqlens_q[: rows + 1],
-            seq_lens=self.rows.seq_lens[:rows],
-            block_tables=self.rows.block_tables[:rows, :width],
-            slot_mapping=self.rows.slot_mapping[:rows],
-            query_lens_host=(1,) * rows,
-            seq_lens_host=(shape.max_seq_len,) * rows,
-        )
 
 
 class CudaCapturer:
@@ -142,14 +121,17 @@ class DecodeGraphs:
         self._block_size = kv_cache.shape[4]
         self._sizes = sizes
         self._bounds = bounds
-        self._inputs = StaticInputs(sizes[-1], -(-bounds[-1] // self._block_size), kv_cache.device)
-        self._logits = torch.zeros(sizes[-1], vocab_size, dtype=torch.float32, device=kv_cache.device)  # [B, V]
+        size, device = sizes[-1], kv_cache.device
+        self._rows = GraphRows.empty(size, -(-bounds[-1] // self._block_size), device)
+        self._sample_rows = torch.arange(size, device=device)  # [B], never changes
+        self._cu_seqlens_q = torch.arange(size + 1, dtype=torch.int32, device=device)  # [B + 1], never changes
+        self._logits = torch.zeros(size, vocab_size, dtype=torch.float32, device=device)  # [B, V]
         self._graphs: dict[GraphShape, torch.cuda.CUDAGraph] = {}
 
     def capture(self, capturer: CudaCapturer) -> None:
         """Records every shape. Those that do not fit into memory are left to ordinary steps, like all if one breaks."""
         started_s, num_refused = time.monotonic(), 0
-        rows = self._inputs.rows
+        rows = self._rows
         self._load(rows.token_ids[:0], rows.seq_lens[:0], rows.block_tables[:0], self._sizes[-1])  # compiles it
         shapes = [GraphShape(size, bound) for size in reversed(self._sizes) for bound in reversed(self._bounds)]
         for shape in track(shapes, "capturing decode graphs"):
@@ -194,20 +176,22 @@ class DecodeGraphs:
         return self._logits[:num_seqs]
 
     def _load(self, token_ids: torch.Tensor, seq_lens: torch.Tensor, block_tables: torch.Tensor, num_rows: int) -> None:
-        load_rows(self._inputs.rows, token_ids, seq_lens, block_tables, num_rows, self._block_size)
+        load_rows(self._rows, token_ids, seq_lens, block_tables, num_rows, self._block_size)
 
     def _record(self, capturer: CudaCapturer, shape: GraphShape) -> torch.cuda.CUDAGraph:
-        inputs, rows = self._inputs, shape.num_seqs
-        metadata = inputs.metadata(shape, self._block_size)
+        inputs, rows = self._rows, shape.num_seqs
+        metadata = AttentionMetadata(
+            cu_seqlens_q=self._cu_seqlens_q[: rows + 1],
+            seq_lens=inputs.seq_lens[:rows],
+            block_tables=inputs.block_tables[:rows, : -(-shape.max_seq_len // self._block_size)],
+            slot_mapping=inputs.slot_mapping[:rows],
+            query_lens_host=(1,) * rows,
+            seq_lens_host=(shape.max_seq_len,) * rows,
+        )
 
         def step() -> None:
-            logits = self._decoder.forward(
-                inputs.rows.token_ids[:rows],
-                inputs.rows.positions[:rows],
-                self._kv,
-                metadata,
-                inputs.sample_rows[:rows],
-            )
+            tokens = inputs.token_ids[:rows], inputs.positions[:rows]
+            logits = self._decoder.forward(StepInputs(*tokens, self._kv, metadata, self._sample_rows[:rows]))
             self._logits[:rows].copy_(logits)  # so that the graph's own logits are free for the next capture
 
         return capturer.capture(step)

@@ -95,13 +95,6 @@ class Group:
         """Whether any of its sequences holds a block."""
         return any(len(each.block_table) for each in self._holders())
 
-    @property
-    def num_held_blocks(self) -> int:
-        """Blocks that any of its sequences holds; one that several share counts once."""
-        if self._alone:
-            return len(self.prefix.block_table)
-        return len({block for each in self._holders() for block in each.block_table})
-
     def num_unused_slots(self, block_size: int) -> int:
         """Returns the token slots of its blocks without a token; those of a shared last block count once."""
         held = [each for each in self._holders() if len(each.block_table)]
@@ -111,7 +104,8 @@ class Group:
     @property
     def num_returned_blocks(self) -> int:
         """Blocks that are expected to be available once it ends: those that it holds, but for borrowed ones."""
-        return self.num_held_blocks - self.num_borrowed_blocks
+        shared = self.prefix.block_table if self._alone else {b for each in self._holders() for b in each.block_table}
+        return len(shared) - self.num_borrowed_blocks
 
     def num_own_blocks(self, pool: BlockPool) -> int:
         """Blocks that would be free, or cached, if the group released all its blocks: shared blocks count once, blocks

@@ -198,8 +198,7 @@ class Guides:
         return np.frombuffer(matcher.compute_bitmask(), dtype="<u4")[: self._compiler.num_mask_words]
 
     def _masks(self, guides: list[Guide]) -> npt.NDArray[np.uint32]:
-        """`[M, W]`."""
-        masks = np.zeros((len(guides), self._compiler.num_library_words), dtype=np.int32)
+        masks = np.zeros((len(guides), self._compiler.num_library_words), dtype=np.int32)  # [M, W]
         matchers = [(guide.take(), row) for row, guide in enumerate(guides)]
         if self._executor is None:
             self._executor = LLExecutor(min(_MAX_MASK_THREADS, len(os.sched_getaffinity(0))))

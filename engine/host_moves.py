@@ -14,9 +14,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from engine.block_pool import BlockPool
+from engine.cache_counters import CacheCounters
 from engine.host_tier import HostTier
 from engine.row_book import RowBook
-from engine.step import Direction, HostRow, TierMove
+from engine.step import Direction, TierMove
 from tandem.errors import InternalError
 from tandem.lifecycle import BlockState
 from tandem.types import BlockId
@@ -27,24 +28,21 @@ _WEIGHT = 0.1
 
 @dataclass(slots=True)
 class _Moves:
-    """Moves of a step."""
-
-    stores: dict[HostRow, BlockId] = field(default_factory=dict)
-    loads: dict[BlockId, HostRow] = field(default_factory=dict)
+    stores: dict[int, BlockId] = field(default_factory=dict)
+    loads: dict[BlockId, int] = field(default_factory=dict)
 
 
 class HostMoves:
     """Between rows of `tier` and blocks of `pool`. Without a tier there are no rows, and so no moves."""
 
-    def __init__(self, tier: HostTier | None, pool: BlockPool) -> None:
-        self.rows: RowBook[HostRow] = RowBook(0 if tier is None else tier.num_rows)
+    def __init__(self, tier: HostTier | None, pool: BlockPool, counters: CacheCounters) -> None:
+        self.rows = RowBook(0 if tier is None else tier.num_rows)
         self._tier = tier
         self._pool = pool
+        self._counters = counters
         self._next = _Moves()
         """For the step that is built next."""
         self._in_flight: deque[_Moves] = deque()
-        self.num_stored = self.num_loaded = 0
-        """Blocks that steps have moved."""
 
     @property
     def num_withheld(self) -> int:
@@ -60,23 +58,23 @@ class HostMoves:
         """Whether the block's bytes are still to come."""
         return block in self._next.loads or any(block in moves.loads for moves in self._in_flight)
 
-    def memory(self, row: HostRow) -> memoryview:
+    def memory(self, row: int) -> memoryview:
         """Returns the row's bytes."""
         assert self._tier is not None, "a row"
         return self._tier.row(row)
 
-    def store(self, block: BlockId) -> HostRow:
+    def store(self, block: BlockId) -> int:
         """Takes a row for a block that is evicted now. Raises Overloaded if there is none."""
         row = self.rows.allocate()
         self._next.stores[row] = block
         return row
 
-    def load(self, row: HostRow, block: BlockId) -> None:
+    def load(self, row: int, block: BlockId) -> None:
         """Takes over a row that is ready, to be moved into a LIVE block; holds the block until that is done."""
         self._pool.retain((block,))
         self._next.loads[block] = row
 
-    def free(self, rows: Iterable[HostRow]) -> None:
+    def free(self, rows: Iterable[int]) -> None:
         """Gives rows back; a store into them that no step has taken is not made."""
         for row in rows:
             self._next.stores.pop(row, None)
@@ -99,8 +97,8 @@ class HostMoves:
             self._next.loads = moves.loads | self._next.loads
         else:
             self.rows.filled(moves.stores)
-            self.num_stored += len(moves.stores)
-            self.num_loaded += len(moves.loads)
+            self._counters.host_stored_blocks += len(moves.stores)
+            self._counters.host_loaded_blocks += len(moves.loads)
             if moves.loads:
                 self._pool.release(tuple(moves.loads))
                 self.free(moves.loads.values())

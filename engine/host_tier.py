@@ -12,7 +12,7 @@ from typing import Final
 import torch
 
 from engine.kv_cache import HostMemory
-from engine.step import Direction, HostRow, TierMove
+from engine.step import Direction, TierMove
 from shell.telemetry.logging import get_logger
 from tandem.types import BlockId
 
@@ -35,7 +35,7 @@ class HostTier:
         """Seconds that moving a block takes, once measured."""
         self._block_bytes = block_bytes
 
-    def row(self, row: HostRow) -> memoryview:
+    def row(self, row: int) -> memoryview:
         """Returns the row's bytes, `[block_bytes]`, to be used while no step moves them; they outlive `close`."""
         begin = row * self._block_bytes
         return self._memory.bytes[begin : begin + self._block_bytes].numpy().data
@@ -53,8 +53,8 @@ class HostTier:
     def measure(self, pool: torch.Tensor) -> None:
         """Sets `block_s` by moving blocks, whose content nobody counts on yet, out and in; on the engine's thread."""
         num_blocks = min(_MEASURED_BLOCKS, self.num_rows, len(pool))
-        out = [TierMove(BlockId(each), HostRow(each), Direction.OUT) for each in range(num_blocks)]
-        back = [TierMove(BlockId(each), HostRow(each), Direction.IN) for each in range(num_blocks)]
+        out = [TierMove(BlockId(each), each, Direction.OUT) for each in range(num_blocks)]
+        back = [TierMove(BlockId(each), each, Direction.IN) for each in range(num_blocks)]
         for _ in range(2):  # the first touches the pages
             began_s = time.monotonic()
             self.move([*out, *back], pool)

@@ -92,11 +92,6 @@ class Engine:
         """All of its blocks are taken through `cache`."""
         return self.cache.pool
 
-    @property
-    def fingerprint(self) -> str:
-        """The model's: equal on workers that may exchange KV."""
-        return self.model.fingerprint
-
     def close(self) -> None:
         """Joins the thread, then gives the KV memory back. Idempotent."""
         self.thread.close()
@@ -138,7 +133,7 @@ def load_engine(config: WorkerConfig, role: EngineRole = ANY_ROLE) -> Engine:
         largest = StepSizes(
             chunk_tokens.alone if role.prefills_only else chunk_tokens.beside, max_seqs, model.config.context_tokens
         )
-        step_bytes = executor.submit(_warm_up, model, kernels, layout, largest).result()
+        step_bytes = executor.submit(warm_up, model, kernels, layout, largest).result() if device.type == "cuda" else 0
         kv_cache = _create_pool(config, role, model, layout, max_seqs, step_bytes)
         owned.append(kv_cache)
         if kv_cache.staging is not None:
@@ -267,11 +262,6 @@ def layout_of(config: WorkerConfig, model: LoadedModel) -> KvLayout:
         heads = f"heads of {layout.head_dim} elements in blocks of {layout.block_size} tokens"
         raise ConfigError("--kv-dtype", f"{config.kv_dtype} does not take {heads}: an even --block-size does")
     return layout
-
-
-def _warm_up(model: LoadedModel, kernels: Kernels, layout: KvLayout, largest: StepSizes) -> int:
-    """On the engine thread. Returns how many bytes of the device steps take beside the pool; not known on a CPU: 0."""
-    return 0 if model.device.type != "cuda" else warm_up(model, kernels, layout, largest)
 
 
 def _create_pool(

@@ -76,26 +76,30 @@ class LogprobPlan:
 
     def of_drawn(self, logits: torch.Tensor, token_ids: torch.Tensor) -> BestTokens:
         """From raw logits `[D, V]` float32, and what was drawn from them, `[D]` int64 with -1 for broken rows."""
-        k = min(max(1, *self.counts), logits.shape[1])
-        parts = []
-        for start, end in tiles(len(self.draws), logits):
-            rows = self.rows[start:end]
-            parts.append(_best_and_given(logits.index_select(0, rows), token_ids[rows], k))
-        own, values, indices = (torch.cat(each) for each in zip(*parts, strict=True))
+        own, values, indices = best_and_given(logits, token_ids, max(1, *self.counts), self.rows)
         return BestTokens(self, values, indices, own)
 
 
 def best_and_given(
-    logits: torch.Tensor, token_ids: torch.Tensor, count: int
+    logits: torch.Tensor, token_ids: torch.Tensor, count: int, rows: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Log-probabilities of `token_ids` `[r]`, those of the best tokens `[r, k]`, descending, and their ids `[r, k]`.
 
-    From `logits` `[r, V]` float32, which are overwritten. `k` is `count`, or V if that is less.
+    From `logits` `[r, V]` float32, which are overwritten; or from `rows` `[r]` of both, which stay as they are.
+    `k` is `count`, or V if that is less.
     """
-    k = min(count, logits.shape[1])
-    parts = [_best_and_given(logits[a:b], token_ids[a:b], k) for a, b in tiles(len(logits), logits)]
-    own, values, indices = (torch.cat(each) for each in zip(*parts, strict=True))
-    return own, values, indices
+    parts = []
+    for start, end in tiles(len(logits if rows is None else rows), logits):
+        if rows is None:
+            own, given_ids = logits[start:end], token_ids[start:end]
+        else:
+            own, given_ids = logits.index_select(0, rows[start:end]), token_ids[rows[start:end]]
+        scores, log_mass = _log_probabilities(own)  # [r, V], [r, 1]
+        given = scores.gather(1, given_ids[:, None].clamp(min=0))  # [r, 1]
+        values, indices = largest(scores, min(count, logits.shape[1]))
+        parts.append(((given - log_mass)[:, 0], values - log_mass, indices))
+    given, values, indices = (torch.cat(each) for each in zip(*parts, strict=True))
+    return given, values, indices
 
 
 def best_tokens(scores: torch.Tensor, plan: LogprobPlan) -> BestTokens:
@@ -118,16 +122,6 @@ def tiles(num_rows: int, logits: torch.Tensor) -> Iterator[tuple[int, int]]:
     """Splits `num_rows` rows as wide as those of `logits` into parts that a cache holds; a GPU takes all at once."""
     size = max(1, num_rows if logits.is_cuda else _TILE_ELEMENTS // logits.shape[1])
     return ((start, min(start + size, num_rows)) for start in range(0, num_rows, size))
-
-
-def _best_and_given(
-    logits: torch.Tensor, token_ids: torch.Tensor, k: int
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Computes `best_and_given` of a tile."""
-    scores, log_mass = _log_probabilities(logits)  # [r, V], [r, 1]
-    given = scores.gather(1, token_ids[:, None].clamp(min=0))  # [r, 1]
-    values, indices = largest(scores, k)
-    return (given - log_mass)[:, 0], values - log_mass, indices
 
 
 def _log_probabilities(scores: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

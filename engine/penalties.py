@@ -58,13 +58,10 @@ def _counts_output(params: SamplingParams) -> bool:
     return bool(params.presence_penalty or params.frequency_penalty)
 
 
-def has_fixed_changes(params: SamplingParams) -> bool:
-    """Whether `fixed_changes` are ever asked for."""
-    return bool(params.logit_bias or params.min_tokens)
-
-
-def fixed_changes(params: SamplingParams) -> FixedChanges:
-    """What `params` change in every step alike. It takes a microsecond for each id: to be kept for each choice."""
+def fixed_changes(params: SamplingParams) -> FixedChanges | None:
+    """What `params` change in every step alike, if anything. To be kept for each choice: an id takes a microsecond."""
+    if not params.logit_bias and not params.min_tokens:
+        return None
     return FixedChanges(
         np.fromiter(params.logit_bias.keys(), dtype=np.int64),
         np.fromiter(params.logit_bias.values(), dtype=np.float32),
@@ -188,7 +185,6 @@ _Arrays: TypeAlias = tuple[npt.NDArray[np.generic], ...]
 
 
 def _repetition_arrays(rows: Sequence[_Row], fed_by: Mapping[int, int]) -> _Arrays:
-    """Returns the arrays of a `_Repetition`."""
     histories = [_history(spec) for _, spec in rows]
     prompts, outputs = [each.prompt_ids for each in histories], [each.output_ids for each in histories]
     fed = [number in fed_by for number, _ in rows]
@@ -204,7 +200,6 @@ def _repetition_arrays(rows: Sequence[_Row], fed_by: Mapping[int, int]) -> _Arra
 
 
 def _counted_arrays(rows: Sequence[_Row], fed_by: Mapping[int, int]) -> _Arrays:
-    """Returns the arrays of a `_Counted`."""
     rows = sorted(rows, key=lambda row: row[0] not in fed_by)
     histories = [_history(spec) for _, spec in rows]
     ids = [each.output_ids for each in histories]
@@ -230,28 +225,26 @@ def _counted_arrays(rows: Sequence[_Row], fed_by: Mapping[int, int]) -> _Arrays:
 
 
 def _bias_arrays(rows: Sequence[_Row]) -> _Arrays:
-    """Returns the arrays of `_Entries`."""
     fixed = [_fixed(spec) for _, spec in rows]
-    ids = [each.bias_ids for each in fixed]
     biases = np.concatenate([np.empty(0, dtype=np.float32), *(each.biases for each in fixed)])
-    return _rows_of(rows, ids), _joined(ids), biases
+    return *_entries(rows, [each.bias_ids for each in fixed]), biases
 
 
 def _end_arrays(rows: Sequence[_Row]) -> _Arrays:
-    """Returns the arrays of `_Entries`."""
-    ends = [_fixed(spec).end_ids for _, spec in rows]
-    ids = _joined(ends)
-    return _rows_of(rows, ends), ids, np.full(len(ids), -np.inf, dtype=np.float32)
+    numbers, ids = _entries(rows, [_fixed(spec).end_ids for _, spec in rows])
+    return numbers, ids, np.full(len(ids), -np.inf, dtype=np.float32)
 
 
-def _rows_of(rows: Sequence[_Row], ids: Sequence[Ints]) -> Ints:
-    """The number of its row for each of `ids`, which are by row."""
+def _entries(rows: Sequence[_Row], ids: Sequence[Ints]) -> tuple[Ints, Ints]:
+    """Returns the number of its row for each of `ids`, which are by row, and all ids."""
     numbers = np.array([number for number, _ in rows], dtype=np.int64)
-    return np.repeat(numbers, [*map(len, ids)])
+    return np.repeat(numbers, [*map(len, ids)]), _joined(ids)
 
 
 def _fixed(spec: SampleSpec) -> FixedChanges:
-    return fixed_changes(spec.params) if spec.fixed is None else spec.fixed
+    fixed = spec.fixed or fixed_changes(spec.params)
+    assert fixed is not None, "a draw with changes"
+    return fixed
 
 
 def _history(spec: SampleSpec) -> TokenHistory:

@@ -21,12 +21,12 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from engine.block_names import BlockNames, CacheListener
 from engine.block_pool import BlockPool
+from engine.cache_counters import CacheCounters
 from engine.disk_copies import Disk, DiskCopies
-from engine.eviction import Evictor, as_blocks, as_rows
+from engine.eviction import Evictor, as_blocks
 from engine.host_moves import HostMoves, LoadCosts
 from engine.host_tier import HostTier
 from engine.prefix_tree import TOKEN_BYTES, Node, PrefixTree, Tier, view_of
@@ -37,28 +37,6 @@ from tandem.types import BlockId, TokenId
 
 _FREE_SHARE, _MOVES_AHEAD = 16, 16
 """One block in 16 of the pool is kept free for peers to write into; for that, a step moves 16 out at most."""
-
-
-@dataclass(frozen=True, slots=True)
-class CacheCounters:
-    """What a cache has done in its life."""
-
-    asked_tokens: int
-    """Tokens of the sequences that `acquire` was called for."""
-    hit_tokens: int
-    """Asked tokens that were found."""
-    evicted_blocks: int
-    """Blocks of the pool that were made free for other sequences."""
-    host_stored_blocks: int
-    """Blocks that were moved to the host tier."""
-    host_loaded_blocks: int
-    """Blocks that came back from there."""
-    disk_stored_blocks: int
-    """Blocks that were moved on to the disk tier."""
-    disk_loaded_blocks: int
-    """Blocks that came back from there to the host tier."""
-    disk_failed_blocks: int
-    """Blocks that were lost because the disk failed, or because it gave back other bytes."""
 
 
 class PrefixCache:
@@ -75,14 +53,14 @@ class PrefixCache:
     ) -> None:
         """`tier`: where evicted blocks go, if anywhere; `disk`: where they go from there. The engine's own."""
         self.pool = pool
-        self._asked_tokens = self._hit_tokens = 0
+        self.counters = counters = CacheCounters()
         self._enabled = enabled
         self._tree = PrefixTree(pool.block_size)
         self._names = BlockNames(self._tree, pool.block_size, listener)
-        self._host = HostMoves(tier, pool)
-        self._disk = DiskCopies(None if tier is None else disk, self._host)
+        self._host = HostMoves(tier, pool, counters)
+        self._disk = DiskCopies(None if tier is None else disk, self._host, counters)
         self._costs = LoadCosts(pool.block_size, 0.0 if tier is None else tier.block_s)
-        self._evictor = Evictor(self._tree, pool, self._host, self._disk, self._costs, self._removed)
+        self._evictor = Evictor(self._tree, pool, self._host, self._disk, self._costs, counters, self._removed)
         self._reserves = False
         """Whether blocks were ever taken for a peer to write into."""
 
@@ -99,16 +77,6 @@ class PrefixCache:
     def num_available(self) -> int:
         """Blocks that `allocate` can hand out now: free ones, and known ones that nobody holds."""
         return self.pool.num_free - self._host.num_withheld + self.pool.num_cached + len(self._host.idle_loads())
-
-    @property
-    def counters(self) -> CacheCounters:
-        """Returns the counts of now."""
-        host, disk = self._host, self._disk
-        return CacheCounters(
-            *(self._asked_tokens, self._hit_tokens, self._evictor.num_evicted),
-            *(host.num_stored, host.num_loaded),
-            *(disk.num_stored, disk.num_loaded, disk.num_failed),
-        )
 
     def match(self, cache_salt: str, token_ids: Sequence[TokenId]) -> int:
         """Returns how many leading tokens `acquire` would find: full blocks, at least one token fewer than given."""
@@ -143,8 +111,8 @@ class PrefixCache:
         blocks = found[from_block:]
         if from_block:
             self.pool.release(as_blocks(found[:from_block]))
-        self._asked_tokens += max(0, len(token_ids) - from_block * self.pool.block_size)
-        self._hit_tokens += len(blocks) * self.pool.block_size
+        self.counters.asked_tokens += max(0, len(token_ids) - from_block * self.pool.block_size)
+        self.counters.hit_tokens += len(blocks) * self.pool.block_size
         return as_blocks(blocks)
 
     def prefetch(self, cache_salt: str, token_ids: Sequence[TokenId]) -> None:
@@ -187,7 +155,8 @@ class PrefixCache:
             at += num
         if at < num_blocks:
             added = view_of(token_ids, num_tokens)[at * self.pool.block_size * TOKEN_BYTES :].tobytes()
-            self._add(cache_salt, parent, added, blocks[at:num_blocks])
+            self.pool.keep(blocks[at:num_blocks])
+            self._names.added(self._tree.add(cache_salt, parent, added, array("i", blocks[at:num_blocks])))
 
     def allocate(self, num_blocks: int, state: BlockState = BlockState.LIVE) -> tuple[BlockId, ...]:
         """Allocates from the pool, after evicting what that takes; see `BlockPool.allocate`. Raises PoolExhausted, and
@@ -294,16 +263,11 @@ class PrefixCache:
         path = self._tree.walk(cache_salt, token_ids, len(token_ids) - 1)
         for at, (node, num_blocks) in enumerate(path):
             if node.tier is not Tier.DEVICE:
-                num_ready = self._num_ready(node, num_blocks)
+                is_of_use = node.tier is Tier.HOST and self._costs.loading_pays
+                num_ready = self._host.rows.num_ready(node.places[:num_blocks]) if is_of_use else 0
                 if num_ready < num_blocks:
                     return [*path[:at], (node, num_ready)]
         return path
-
-    def _num_ready(self, node: Node, num_blocks: int) -> int:
-        """Returns how many of the node's leading blocks can be loaded, if that is cheaper than computing them."""
-        if node.tier is not Tier.HOST or not self._costs.loading_pays:
-            return 0
-        return self._host.rows.num_ready(node.places[:num_blocks])
 
     def _load(self, node: Node, num_blocks: int) -> array[int]:
         """Moves a node's leading blocks from the host tier into blocks for the caller, as many as there is room for."""
@@ -313,7 +277,7 @@ class PrefixCache:
         blocks = self.allocate(num_blocks)
         if num_blocks < len(node.places):
             node = self._tree.split(node, num_blocks)
-        for row, block in zip(as_rows(node.places), blocks, strict=True):
+        for row, block in zip(node.places, blocks, strict=True):
             self._host.load(row, block)
         self._settle(node, blocks)
         return node.places
@@ -332,11 +296,6 @@ class PrefixCache:
         """What a node knows lies in these held blocks now."""
         self.pool.keep(blocks)
         self._tree.move(node, Tier.DEVICE, array("i", blocks))
-
-    def _add(self, cache_salt: str, parent: Node | None, added: bytes, blocks: Sequence[BlockId]) -> None:
-        """Makes held `blocks` known, which have the tokens `added`, below `parent`; None = from the first on."""
-        self.pool.keep(blocks)
-        self._names.added(self._tree.add(cache_salt, parent, added, array("i", blocks)))
 
     def _removed(self, hashes: Sequence[int]) -> None:
         if self.listener is not None:

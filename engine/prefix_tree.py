@@ -265,8 +265,3 @@ def view_of(token_ids: Sequence[TokenId], end: int) -> memoryview:
     """The first `end` tokens as bytes, as edges hold them; an `array` of C unsigned ints is not copied."""
     tokens = token_ids if isinstance(token_ids, array) and token_ids.typecode == "I" else array("I", token_ids[:end])
     return memoryview(tokens).cast("B")[: end * TOKEN_BYTES]
-
-
-def decode(tokens: bytes) -> array[int]:
-    """Tokens of an edge."""
-    return array("I", tokens)

@@ -26,6 +26,7 @@ from engine.logprobs import BestTokens
 from engine.sampler import Drawn, DrawPlan, draw, plan_draws
 from engine.step import BlockCopy, Direction, DrawnTokens, Step, StepResult, TierMove
 from engine.upload import upload
+from kernels.compiled_step import StepInputs
 from kernels.operations import Kernels
 from kernels.reference import ReferenceBackend
 from kernels.reference_operations import ReferenceOperations
@@ -161,11 +162,12 @@ class Runner:
 
     def _compute(self, batch: Batch) -> tuple[torch.Tensor, BestTokens | None]:
         """KV of the step; returns logits `[R, V]` of its draws, and what known tokens score."""
-        inputs = (batch.token_ids, batch.positions, self._kv, batch.metadata)
+        rows = batch.sample_rows if batch.scores is None else batch.scores.hidden_rows
+        inputs = StepInputs(batch.token_ids, batch.positions, self._kv, batch.metadata, rows)
         if batch.scores is None:
             logits = None if self._graphs is None else self._graphs.run(batch)
-            return (self._decoder.forward(*inputs, batch.sample_rows) if logits is None else logits), None
-        hidden = self._decoder.hidden(*inputs, batch.scores.hidden_rows)  # [U, E]
+            return (self._decoder.forward(inputs) if logits is None else logits), None
+        hidden = self._decoder.hidden(inputs)  # [U, E]
         scores = batch.scores.score(hidden, self._decoder.project)
         return self._decoder.project(hidden.index_select(0, batch.scores.sample_rows)), scores
 

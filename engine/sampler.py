@@ -197,7 +197,7 @@ def _draw_params(draws: Draws, device: torch.device) -> DrawParams:
 
 def _torch_draws(draws: Draws, device: torch.device) -> _TorchDraws:
     rows = np.flatnonzero(draws.columns.temperature > 0.0)
-    columns = draws.columns[rows]
+    columns = draws.columns.take(rows)
     divisors = np.maximum(columns.temperature, np.float32(_MIN_TEMPERATURE))
     numbers = uniforms(columns.seed.tolist(), draws.output_indexes[rows].tolist())
     return _TorchDraws(columns, *upload((rows, divisors, numbers), device))
@@ -212,7 +212,7 @@ def _draw(logits: torch.Tensor, best: torch.Tensor, chosen: torch.Tensor, draws:
     scores = logits.index_select(0, rows)  # [r, V], a copy
     scores.sub_(best[rows, None]).div_(draws.divisors[tile, None])  # at most 0
     weights = scores.exp()
-    masses = truncate(scores, weights, draws.columns[tile])
+    masses = truncate(scores, weights, draws.columns.take(tile))
     chosen[rows] = inverse_cdf(weights, masses, draws.targets[tile])
 
 

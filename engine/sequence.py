@@ -24,7 +24,7 @@ from engine.beam import num_candidates
 from engine.draws import SampleSpec
 from engine.guides import Guide
 from engine.history import Ints, TokenHistory
-from engine.penalties import fixed_changes, has_fixed_changes, penalised_ids, reads_output
+from engine.penalties import fixed_changes, penalised_ids, reads_output
 from engine.prompt_scores import PromptScores
 from engine.step import ScheduledSeq
 from tandem.errors import InternalError
@@ -98,7 +98,7 @@ class Sequence:
         """Given if the log-probabilities of its prompt are to be sent from here."""
         self.finish_reason: FinishReason | None = None
         """Set once the completion has ended."""
-        self._fixed = fixed_changes(params) if has_fixed_changes(params) else None
+        self._fixed = fixed_changes(params)
         self._history: TokenHistory | None = None
         if reads_output(params):
             seen = penalised_ids(prompt_token_ids, params) if prompt_ids is None else prompt_ids
@@ -157,7 +157,7 @@ class Sequence:
             if output_index < params.min_tokens and self.guide.leaves_only(params.end_token_ids):
                 params = replace(params, min_tokens=0)  # the grammar allows nothing but an end
         # By place, and so in half the time: it is done for each seq in each step.
-        return SampleSpec(params, output_index, self._history, 0, self.num_candidates, mask, self._fixed)
+        return SampleSpec(params, output_index, self._history, self.num_candidates, mask, self._fixed)
 
     def blocks_wanted(self, num_tokens: int, block_size: int) -> int:
         """Blocks to add before `num_tokens` more tokens can be computed; copies on write not counted."""

@@ -17,7 +17,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple, NewType, TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -26,9 +26,6 @@ from engine.draws import Draws, SampleSpec
 from engine.history import Ints
 from tandem.errors import InternalError, TandemError
 from tandem.types import BlockId, RequestId, TokenId, TokenLogprobs
-
-HostRow = NewType("HostRow", int)
-"""Index of a block's place in the host tier; ids of its own, no block ids of the pool."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +48,8 @@ class TierMove:
     """The whole of a block is copied to a row of the host tier, or back."""
 
     block: BlockId
-    row: HostRow
+    row: int
+    """Number of the block's place in the host tier."""
     direction: Direction
 
 

@@ -7,12 +7,25 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 
 from kernels.attention import AttentionMetadata, AttentionParams
 from kernels.operations import ExpertMaps, LinearMap, QkNorm, Rotation
+
+
+class StepInputs(NamedTuple):
+    """What a decoder computes one step of a ragged batch from; all on the model's device."""
+
+    token_ids: torch.Tensor
+    """`[T]` int64, as `positions`."""
+    positions: torch.Tensor
+    kv_cache: torch.Tensor
+    """`[N, L, 2, Hkv, S, D]`, written at `metadata.slot_mapping`."""
+    metadata: AttentionMetadata
+    rows: torch.Tensor
+    """`[R]` int64, ascending, each once: the tokens whose results are wanted; R may be 0."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -65,26 +78,9 @@ class CompiledStep(Protocol):
     def serves(self, kv_cache: torch.Tensor) -> bool:
         """Whether it reads and writes such a pool `[N, L, 2, Hkv, S, D]`."""
 
-    def logits(
-        self,
-        token_ids: torch.Tensor,
-        rotations: Sequence[Rotation],
-        kv_cache: torch.Tensor,
-        metadata: AttentionMetadata,
-        rows: torch.Tensor,
-    ) -> torch.Tensor:
-        """Stores KV of `token_ids` `[T]` int64 and returns logits `[R, V]` of `rows` `[R]` int64, ascending, each once.
+    def compute(self, step: StepInputs, rotations: Sequence[Rotation], *, projects: bool) -> torch.Tensor:
+        """Stores KV and returns logits `[R, V]` if it `projects`, else the last hidden states `[R, E]`.
 
-        They are what the output projection gives, neither divided nor capped. `rotations`: those that layers name.
+        Logits are what the output projection gives, neither divided nor capped. `rotations`: those that layers name.
         Raises InternalError if an id, row, slot, length or table is out of range; nothing has been computed then.
         """
-
-    def hidden(
-        self,
-        token_ids: torch.Tensor,
-        rotations: Sequence[Rotation],
-        kv_cache: torch.Tensor,
-        metadata: AttentionMetadata,
-        rows: torch.Tensor,
-    ) -> torch.Tensor:
-        """Computes a step like `logits`, but returns the last hidden states `[R, E]`."""

@@ -30,7 +30,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, groupby, pairwise
 from types import ModuleType
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -71,28 +71,6 @@ class Run:
     end: int
 
 
-class FlashLibrary(Protocol):
-    """Calls that both packages have in common."""
-
-    def takes(self, block_size: int) -> bool:
-        """Whether `paged` serves such blocks."""
-
-    def fresh(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, metadata: AttentionMetadata, params: AttentionParams
-    ) -> torch.Tensor:
-        """Ragged q `[T, H, D]` over k, v `[T, Hkv, D]` of the same seqs."""
-
-    def paged(
-        self,
-        q: torch.Tensor,
-        keys: torch.Tensor,
-        values: torch.Tensor,
-        metadata: AttentionMetadata,
-        params: AttentionParams,
-    ) -> torch.Tensor:
-        """Ragged q `[T, H, D]` over blocks of keys and values `[N, S, Hkv, D]`, views of the pool."""
-
-
 @dataclass(frozen=True, slots=True)
 class Flash2:
     """The package flash-attn."""
@@ -100,69 +78,50 @@ class Flash2:
     module: Any
 
     def takes(self, block_size: int) -> bool:
-        """See `FlashLibrary`."""
+        """Whether `paged` serves such blocks."""
         return block_size % PAGE_MULTIPLE == 0
 
     def fresh(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, metadata: AttentionMetadata, params: AttentionParams
     ) -> torch.Tensor:
-        """See `FlashLibrary`."""
-        return _fresh(self.module, q, k, v, metadata, params)
+        """Ragged q `[T, H, D]` over k, v `[T, Hkv, D]` of the same seqs."""
+        cu_seqlens, longest = metadata.cu_seqlens_q, metadata.max_query_len
+        out: torch.Tensor = self.module.flash_attn_varlen_func(
+            q, k, v, cu_seqlens, cu_seqlens, longest, longest, **_options(params)
+        )
+        return out
 
     def paged(
-        self,
-        q: torch.Tensor,
-        keys: torch.Tensor,
-        values: torch.Tensor,
-        metadata: AttentionMetadata,
-        params: AttentionParams,
+        self, q: torch.Tensor, kv_layer: torch.Tensor, metadata: AttentionMetadata, params: AttentionParams
     ) -> torch.Tensor:
-        """See `FlashLibrary`."""
+        """Ragged q `[T, H, D]` over the pool's blocks `[N, 2, Hkv, S, D]`."""
         cu_seqlens_k = torch.zeros_like(metadata.cu_seqlens_q)  # [B + 1]
         torch.cumsum(metadata.seq_lens, 0, dtype=torch.int32, out=cu_seqlens_k[1:])
-        result: torch.Tensor = self.module.flash_attn_varlen_func(
+        out: torch.Tensor = self.module.flash_attn_varlen_func(
             q,
-            keys,
-            values,
-            metadata.cu_seqlens_q,
-            cu_seqlens_k,
-            metadata.max_query_len,
-            metadata.max_seq_len,
+            *_sides(kv_layer),
+            *(metadata.cu_seqlens_q, cu_seqlens_k, metadata.max_query_len, metadata.max_seq_len),
             block_table=metadata.block_tables,
             **_options(params),
         )
-        return result
+        return out
 
 
 @dataclass(frozen=True, slots=True)
-class Flash3:
+class Flash3(Flash2):
     """The package flash_attn_3, whose module is flash_attn_interface."""
 
-    module: Any
-
     def takes(self, block_size: int) -> bool:
-        """See `FlashLibrary`."""
+        """See `Flash2.takes`: all."""
         return True
 
-    def fresh(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, metadata: AttentionMetadata, params: AttentionParams
-    ) -> torch.Tensor:
-        """See `FlashLibrary`."""
-        return _fresh(self.module, q, k, v, metadata, params)
-
     def paged(
-        self,
-        q: torch.Tensor,
-        keys: torch.Tensor,
-        values: torch.Tensor,
-        metadata: AttentionMetadata,
-        params: AttentionParams,
+        self, q: torch.Tensor, kv_layer: torch.Tensor, metadata: AttentionMetadata, params: AttentionParams
     ) -> torch.Tensor:
-        """See `FlashLibrary`."""
+        """See `Flash2.paged`."""
         out: torch.Tensor = self.module.flash_attn_with_kvcache(
             q,
-            keys,
-            values,
+            *_sides(kv_layer),
             cache_seqlens=metadata.seq_lens,
             page_table=metadata.block_tables,
             cu_seqlens_q=metadata.cu_seqlens_q,
@@ -172,19 +131,9 @@ class Flash3:
         return out
 
 
-def _fresh(
-    module: Any,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    metadata: AttentionMetadata,
-    params: AttentionParams,
-) -> torch.Tensor:
-    cu_seqlens, longest = metadata.cu_seqlens_q, metadata.max_query_len
-    out: torch.Tensor = module.flash_attn_varlen_func(
-        q, k, v, cu_seqlens, cu_seqlens, longest, longest, **_options(params)
-    )
-    return out
+def _sides(kv_layer: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Keys and values `[N, S, Hkv, D]`, views of the pool."""
+    return kv_layer.transpose(2, 3).unbind(1)
 
 
 def _options(params: AttentionParams) -> dict[str, Any]:
@@ -217,7 +166,7 @@ def _runs(sources: Sequence[Source]) -> list[Run]:
 class FlashAttention:
     """Implements `kernels.attention.AttentionBackend`; `other` computes what `library` does not take."""
 
-    library: FlashLibrary
+    library: Flash2
     other: AttentionBackend
     name = "flash_attn"
 
@@ -237,32 +186,23 @@ class FlashAttention:
         if has_streams or wrong_heads or is_quantized(kv_layer) or params.sinks is not None:
             return self.other.attend(q, k, v, kv_layer, metadata, params)
         runs = plan_runs(metadata.query_lens_host, metadata.seq_lens_host, MIN_FRESH_TOKENS)
+        library = self.library
+
+        def attend(source: Source, rows: slice, metadata: AttentionMetadata) -> torch.Tensor:
+            if source is Source.FRESH:
+                return library.fresh(q[rows], k[rows], v[rows], metadata, params)
+            if not library.takes(kv_layer.shape[3]):
+                return self.other.attend(q[rows], k[rows], v[rows], kv_layer, metadata, params)
+            return library.paged(q[rows], kv_layer, metadata, params)
+
         if len(runs) == 1:
-            return self._attend_run(runs[0].source, q, k, v, kv_layer, metadata, params)
+            return attend(runs[0].source, slice(None), metadata)
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         starts = list(accumulate(metadata.query_lens_host, initial=0))
         for run in runs:
             rows = slice(starts[run.first], starts[run.end])
-            part = _part(metadata, run, rows)
-            out[rows] = self._attend_run(run.source, q[rows], k[rows], v[rows], kv_layer, part, params)
+            out[rows] = attend(run.source, rows, _part(metadata, run, rows))
         return out
-
-    def _attend_run(
-        self,
-        source: Source,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        kv_layer: torch.Tensor,
-        metadata: AttentionMetadata,
-        params: AttentionParams,
-    ) -> torch.Tensor:
-        if source is Source.FRESH:
-            return self.library.fresh(q, k, v, metadata, params)
-        if not self.library.takes(kv_layer.shape[3]):
-            return self.other.attend(q, k, v, kv_layer, metadata, params)
-        keys, values = kv_layer.transpose(2, 3).unbind(1)  # [N, S, Hkv, D] each, views of the pool
-        return self.library.paged(q, keys, values, metadata, params)
 
 
 def _part(metadata: AttentionMetadata, run: Run, rows: slice) -> AttentionMetadata:

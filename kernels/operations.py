@@ -15,6 +15,7 @@ import torch
 from torch.nn import functional as F
 
 from kernels.attention import AttentionBackend
+from kernels.gate_products import gate_product
 from kernels.gates import Activation, Gate
 from kernels.quantized import QuantizedWeight
 from kernels.sampling import RowMaximum, Sampler
@@ -114,7 +115,10 @@ class Rotation:
 
 
 class Operations(Protocol):
-    """What a decoder layer does besides attention. Sums of squares and angles are taken in float32 or wider."""
+    """What a decoder layer does besides attention. Sums of squares and angles are taken in float32 or wider.
+
+    A set inherits this, and with it what no operation of its own would make faster.
+    """
 
     @property
     def name(self) -> str:
@@ -128,11 +132,16 @@ class Operations(Protocol):
 
     def tied_embedding(self, linear: LinearMap) -> Embedding | None:
         """The rows of the plain weight that `linear` packed; None where that is held as it came."""
+        return None
 
     def gated_linear(
         self, weight: torch.Tensor | QuantizedWeight, bias: torch.Tensor | None, gate: Gate = Activation.SILU
     ) -> LinearMap:
-        """Packs `weight` `[2 * I, E]` once, gates first, for activated gates times ups: `[T, E]` → `[T, I]`."""
+        """Packs `weight` `[2 * I, E]` once, gates first, for activated gates times ups: `[T, E]` → `[T, I]`.
+
+        Two operations, so gate and up are rounded too, unless a set has one.
+        """
+        return ActivatedLinear(self.linear(weight, bias), gate_product(gate, self.silu_mul))
 
     def experts(
         self,
@@ -145,6 +154,7 @@ class Operations(Protocol):
         nothing. With `shared_gate` `[1, E]` the last of `mlps` is the expert that every token has, scaled by the
         sigmoid of that gate.
         """
+        return None
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         """Root mean square norm (arXiv 1910.07467) of x `[T, E]`, times `weight` `[E]` → `[T, E]`.

@@ -6,20 +6,16 @@ bfloat16 rounds in the same places.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from torch.nn import functional as F
 
-from kernels.gate_products import gate_product
-from kernels.gates import Activation, Gate
-from kernels.operations import ActivatedLinear, LinearMap, PlainLinear, QkNorm, Rotation, Routing
+from kernels.operations import LinearMap, Operations, PlainLinear, QkNorm, Rotation
 from kernels.quantized import QuantizedWeight, dequantized
 from kernels.quantized_kv import is_quantized, kv_scales, quantize_rows
 from kernels.spec import check_block_pairs, check_rotate_and_store
 
 
-class ReferenceOperations:
+class ReferenceOperations(Operations):
     """Implements `kernels.operations.Operations`; float64 too."""
 
     name = "reference"
@@ -31,24 +27,6 @@ class ReferenceOperations:
     def linear(self, weight: torch.Tensor | QuantizedWeight, bias: torch.Tensor | None) -> LinearMap:
         """See `Operations.linear`; keeps a plain weight unchanged."""
         return PlainLinear(dequantized(weight), bias)
-
-    def tied_embedding(self, linear: LinearMap) -> None:
-        """See `Operations.tied_embedding`; holds a plain weight unchanged."""
-
-    def gated_linear(
-        self, weight: torch.Tensor | QuantizedWeight, bias: torch.Tensor | None, gate: Gate = Activation.SILU
-    ) -> LinearMap:
-        """See `Operations.gated_linear`; two operations, so gate and up are rounded too."""
-        return ActivatedLinear(self.linear(weight, bias), gate_product(gate, self.silu_mul))
-
-    def experts(
-        self,
-        router: LinearMap,
-        mlps: Sequence[tuple[LinearMap, LinearMap]],
-        routing: Routing,
-        shared_gate: LinearMap | None = None,
-    ) -> None:
-        """See `Operations.experts`; computes expert after expert."""
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         """See `Operations.rms_norm`; any number of leading dimensions."""

@@ -136,7 +136,7 @@ class Communicator(LaneThread):
         self._given_up.set()
 
     def start(self, work: Callable[[], T]) -> asyncio.Future[T]:
-        """See `LaneThread`. Whoever started the work may have gone when it fails."""
+        """See `LaneThread`. Nobody need wait for the work when the work fails."""
         started = super().start(work)
         started.add_done_callback(_collect)
         return started
@@ -227,6 +227,6 @@ class Communicator(LaneThread):
 
 
 def _collect(work: asyncio.Future[T]) -> None:
-    """Retrieves the error, so that asyncio does not report it as unread."""
+    """Retrieves the error of the work, so that asyncio does not report an unread one."""
     if not work.cancelled():
         work.exception()

@@ -8,9 +8,9 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from kernels.gates import Activation, ClampedSwiglu, Gate
+from kernels.gates import ClampedSwiglu, Gate
 from models.config_json import ConfigJson
-from models.family import FAMILIES, Bias, ExpertNames, Family, LayerNorms, Windows
+from models.family import FAMILIES, Bias, ExpertNames, Family, Windows
 from models.files.gguf import find_gguf, read_gguf
 from models.rope_config import LongRopeScaling, RopeConfig, read_ropes, stretched_context
 from tandem.kv_layout import DType
@@ -60,6 +60,7 @@ class ExpertConfig:
 class ModelConfig(ModelShape):
     """A decoder of `models.decoder`: E hidden_size, H num_heads."""
 
+    traits: Family
     hidden_size: int
     num_heads: int
     intermediate_size: int
@@ -75,26 +76,13 @@ class ModelConfig(ModelShape):
     qkv_bias: bool
     output_bias: bool
     mlp_bias: bool
-    qk_norm: bool
-    whole_qk_norm: bool
-    """Whether q and k are normed over all heads of a row together."""
     windows: tuple[int | None, ...]
     """Sliding window of each layer in tokens, the query itself included; None sees all."""
-    activation: Activation
-    norms: LayerNorms
-    norm_offset: bool
-    wide_norms: bool
-    """Whether norms multiply by float32 weights before rounding."""
-    fused_qkv: bool
-    fused_gate_up: bool
-    rotates_neighbours: bool
-    """See `models.family.Family`."""
     embedding_scale: float
     residual_scale: float
     """Factor of what attention and MLP return, before the sum."""
     score_scale: float
     score_cap: float | None
-    sinks: bool
     logit_divisor: float
     logit_cap: float | None
 
@@ -120,6 +108,7 @@ def load_model_config(path: Path, context_tokens: int | None = None) -> ModelCon
         rope = replace(rope, scaling=_read_factors(config, rope, head_dim).within(served_context))
     return ModelConfig(
         family=family.name,
+        traits=family,
         vocab_size=config.integer("vocab_size"),
         hidden_size=config.integer("hidden_size"),
         num_layers=num_layers,
@@ -137,23 +126,13 @@ def load_model_config(path: Path, context_tokens: int | None = None) -> ModelCon
         qkv_bias=_read_bias(config, family.qkv_bias, "attention_bias", absent=family.absent_bias),
         output_bias=_read_bias(config, family.output_bias, "attention_bias", absent=family.absent_bias),
         mlp_bias=_read_bias(config, family.mlp_bias, "mlp_bias", absent=False),
-        qk_norm=family.qk_norm,
-        whole_qk_norm=family.whole_qk_norm,
         windows=_read_windows(config, family, rotated),
-        activation=family.activation,
-        norms=family.norms,
-        norm_offset=family.norm_offset,
-        wide_norms=family.wide_norms or family.norm_offset,
-        fused_qkv=family.fused_qkv,
-        fused_gate_up=family.fused_gate_up,
-        rotates_neighbours=family.rotates_neighbours,
         embedding_scale=config.integer("hidden_size") ** 0.5
         if family.scaled_embedding
         else _read_multiplier(config, family, "embedding_multiplier"),
         residual_scale=_read_multiplier(config, family, "residual_multiplier"),
         score_scale=_read_score_scale(config, family, head_dim),
         score_cap=score_cap,
-        sinks=family.sinks,
         logit_divisor=_read_multiplier(config, family, "logits_scaling"),
         logit_cap=logit_cap,
         dtype=read_dtype(config),

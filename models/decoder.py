@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from kernels.attention import AttentionMetadata, AttentionParams
-from kernels.compiled_step import CompiledStep, DecoderParts, LayerParts
+from kernels.compiled_step import CompiledStep, DecoderParts, LayerParts, StepInputs
 from kernels.operations import Embedding, Kernels, LinearMap, PlainEmbedding, QkNorm, Rotation
 from models.experts import MixtureOfExperts
 from models.layers import GatedMlp, NoNorm, RmsNorm
@@ -143,19 +143,11 @@ class Decoder:
             intermediate_size=max(widths, default=0),
         )
 
-    def forward(
-        self,
-        token_ids: torch.Tensor,
-        positions: torch.Tensor,
-        kv_cache: torch.Tensor,
-        metadata: AttentionMetadata,
-        sample_rows: torch.Tensor,
-    ) -> torch.Tensor:
-        """Computes one step of a ragged batch; returns logits `[R, V]`. Arguments as those of `hidden`."""
-        rotations = self._rotations(positions, metadata)
-        if self.compiled is not None and self.compiled.serves(kv_cache):
-            return self._scaled(self.compiled.logits(token_ids, rotations, kv_cache, metadata, sample_rows))
-        return self.project(self._hidden(token_ids, rotations, kv_cache, metadata, sample_rows))
+    def forward(self, step: StepInputs) -> torch.Tensor:
+        """Computes one step; returns logits `[R, V]`."""
+        if self.compiled is not None and self.compiled.serves(step.kv_cache):
+            return self._scaled(self.compiled.compute(step, self._rotations(step), projects=True))
+        return self.project(self._hidden(step))
 
     def project(self, hidden: torch.Tensor) -> torch.Tensor:
         """Last hidden states `[R, E]` → logits `[R, V]`."""
@@ -167,38 +159,19 @@ class Decoder:
             logits = logits / scales.logit_divisor
         return logits if scales.logit_cap is None else torch.tanh(logits / scales.logit_cap) * scales.logit_cap
 
-    def hidden(
-        self,
-        token_ids: torch.Tensor,
-        positions: torch.Tensor,
-        kv_cache: torch.Tensor,
-        metadata: AttentionMetadata,
-        sample_rows: torch.Tensor,
-    ) -> torch.Tensor:
-        """Computes one step of a ragged batch but for its logits; returns the last hidden states `[R, E]`.
+    def hidden(self, step: StepInputs) -> torch.Tensor:
+        """Computes one step but for its logits; returns the last hidden states `[R, E]`."""
+        if self.compiled is not None and self.compiled.serves(step.kv_cache):
+            return self.compiled.compute(step, self._rotations(step), projects=False)
+        return self._hidden(step)
 
-        `token_ids`, `positions` `[T]` int64; `kv_cache` `[N, L, 2, Hkv, S, D]`, written at
-        `metadata.slot_mapping`; `sample_rows` `[R]` int64, the rows that are wanted
-        (R may be 0). All on the model's device.
-        """
-        rotations = self._rotations(positions, metadata)
-        if self.compiled is not None and self.compiled.serves(kv_cache):
-            return self.compiled.hidden(token_ids, rotations, kv_cache, metadata, sample_rows)
-        return self._hidden(token_ids, rotations, kv_cache, metadata, sample_rows)
+    def _rotations(self, step: StepInputs) -> tuple[Rotation, ...]:
+        return tuple(Rotation(*rope.cos_sin(step.positions), step.metadata.slot_mapping) for rope in self.ropes)
 
-    def _rotations(self, positions: torch.Tensor, metadata: AttentionMetadata) -> tuple[Rotation, ...]:
-        return tuple(Rotation(*rope.cos_sin(positions), metadata.slot_mapping) for rope in self.ropes)
-
-    def _hidden(
-        self,
-        token_ids: torch.Tensor,
-        rotations: tuple[Rotation, ...],
-        kv_cache: torch.Tensor,
-        metadata: AttentionMetadata,
-        sample_rows: torch.Tensor,
-    ) -> torch.Tensor:
+    def _hidden(self, step: StepInputs) -> torch.Tensor:
         """Computes the hidden rows, operation by operation."""
-        hidden = self.embedding(token_ids)  # [T, E]
+        rotations, kv_cache, metadata = self._rotations(step), step.kv_cache, step.metadata
+        hidden = self.embedding(step.token_ids)  # [T, E]
         if self.scales.embedding != 1.0:
             hidden = hidden * self.scales.embedding
         delta: torch.Tensor | None = None  # what the previous layer has yet to add
@@ -207,8 +180,8 @@ class Decoder:
             attended = layer.attention(normed, rotations[layer.rope], kv_layer, metadata)
             attended = self._delta(attended, layer.attention_post_norm)
             delta = self._delta(layer.mlp(layer.mlp_norm.add(attended, hidden)), layer.mlp_post_norm)
-        # After the last layer's KV only the sampled rows matter.
-        last, rows = self.layers[-1], None if len(sample_rows) == len(hidden) else sample_rows
+        # After the last layer's KV only the wanted rows matter.
+        last, rows = self.layers[-1], None if len(step.rows) == len(hidden) else step.rows
         normed = _add_norm(last.attention_norm, delta, hidden)
         attended = last.attention(normed, rotations[last.rope], kv_cache[:, -1], metadata, rows)  # [R, E]
         attended = self._delta(attended, last.attention_post_norm)

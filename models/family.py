@@ -105,7 +105,7 @@ class Family:
     norm_offset: bool = False
     """Norms multiply by 1 + weight."""
     wide_norms: bool = False
-    """Whether norms multiply by their weight before rounding; `norm_offset` implies this order."""
+    """Whether norms multiply by their weight, in float32, before rounding."""
     scaled_embedding: bool = False
     """Embeddings are multiplied by the root of `hidden_size`."""
     query_scale: bool = False
@@ -143,17 +143,22 @@ class Family:
     """If config.json has no `num_key_value_heads`; None means `num_attention_heads`."""
 
 
+_ATTENTION_BIAS: Any = {"qkv_bias": Bias.CONFIGURED, "output_bias": Bias.CONFIGURED}
+_EVERY_BIAS: Any = {**_ATTENTION_BIAS, "mlp_bias": Bias.CONFIGURED}
 _GEMMA: Any = {
+    **_ATTENTION_BIAS,
+    "windows": Windows.PATTERN,
     "activation": Activation.GELU_TANH,
     "activation_key": "hidden_activation",
     "norms": NORMS_AROUND,
     "norm_offset": True,
+    "wide_norms": True,
     "scaled_embedding": True,
     "query_scale": True,
     "absent_head_dim": 256,
+    "absent_kv_heads": 4,
     "absent_tied": True,
 }
-
 _GLM: Any = {
     "qkv_bias": Bias.CONFIGURED,
     "absent_bias": True,
@@ -164,173 +169,122 @@ _GLM: Any = {
     "absent_kv_heads": 2,
     "absent_rms_norm_eps": 1.5625e-7,
 }
-
+_GLM4_NORMS = LayerNorms(
+    "input_layernorm", "post_self_attn_layernorm", "post_attention_layernorm", "post_mlp_layernorm"
+)
 _OLMO: Any = {
-    "qkv_bias": Bias.CONFIGURED,
-    "output_bias": Bias.CONFIGURED,
+    **_ATTENTION_BIAS,
     "qk_norm": True,
     "whole_qk_norm": True,
     "norms": NORMS_AFTER,
     "wide_norms": True,
     "absent_rms_norm_eps": 1e-5,
 }
+_MIXTRAL_EXPERTS = ExpertNames("intermediate_size", "block_sparse_moe", ("w1", "w3", "w2"), adds_to_one=True)
+_GPT_OSS_EXPERTS = ExpertNames("intermediate_size", adds_to_one=True, router="router", stacked=True, clamped=True)
 
-FAMILIES = {
-    family.name: family
-    for family in (
-        Family(
-            name="llama",
-            architecture="LlamaForCausalLM",
-            qkv_bias=Bias.CONFIGURED,
-            output_bias=Bias.CONFIGURED,
-            mlp_bias=Bias.CONFIGURED,
-        ),
-        Family(name="mistral", architecture="MistralForCausalLM", windows=Windows.ALL_LAYERS, absent_kv_heads=8),
-        Family(name="ministral", architecture="MinistralForCausalLM", windows=Windows.TYPED, absent_kv_heads=8),
-        Family(
-            name="qwen2",
-            architecture="Qwen2ForCausalLM",
-            qkv_bias=Bias.ALWAYS,
-            windows=Windows.BY_LAYER,
-            absent_kv_heads=32,
-        ),
-        Family(
-            name="qwen3",
-            architecture="Qwen3ForCausalLM",
-            qkv_bias=Bias.CONFIGURED,
-            output_bias=Bias.CONFIGURED,
-            qk_norm=True,
-            windows=Windows.BY_LAYER,
-            absent_head_dim=128,
-            absent_kv_heads=32,
-        ),
-        Family(
-            name="mixtral",
-            architecture="MixtralForCausalLM",
-            absent_theta=1_000_000.0,
-            windows=Windows.ALL_LAYERS,
-            absent_window=None,
-            absent_rms_norm_eps=1e-5,
-            absent_kv_heads=8,
-            experts=ExpertNames(
-                size_key="intermediate_size",
-                block="block_sparse_moe",
-                projections=("w1", "w3", "w2"),
-                adds_to_one=True,
-            ),
-        ),
-        Family(
-            name="qwen2_moe",
-            architecture="Qwen2MoeForCausalLM",
-            qkv_bias=Bias.NAMED,
-            windows=Windows.SWITCHED,
-            absent_kv_heads=16,
-            experts=ExpertNames(shared=True),
-        ),
-        Family(
-            name="qwen3_moe",
-            architecture="Qwen3MoeForCausalLM",
-            qkv_bias=Bias.CONFIGURED,
-            output_bias=Bias.CONFIGURED,
-            qk_norm=True,
-            windows=Windows.SWITCHED,
-            absent_kv_heads=4,
-            experts=ExpertNames(),
-        ),
-        Family(
-            name="gemma2",
-            architecture="Gemma2ForCausalLM",
-            qkv_bias=Bias.CONFIGURED,
-            output_bias=Bias.CONFIGURED,
-            windows=Windows.PATTERN,
-            global_every=2,
-            soft_caps=(50.0, 30.0),
-            absent_kv_heads=4,
-            **_GEMMA,
-        ),
-        Family(
-            name="gemma3_text",
-            architecture="Gemma3ForCausalLM",
-            qkv_bias=Bias.CONFIGURED,
-            output_bias=Bias.CONFIGURED,
-            qk_norm=True,
-            windows=Windows.PATTERN,
-            global_every=6,
-            local_theta=10_000.0,
-            absent_theta=1_000_000.0,
-            absent_kv_heads=4,
-            **_GEMMA,
-        ),
-        Family(
-            name="granite",
-            architecture="GraniteForCausalLM",
-            qkv_bias=Bias.CONFIGURED,
-            output_bias=Bias.CONFIGURED,
-            mlp_bias=Bias.CONFIGURED,
-            multipliers=True,
-        ),
-        Family(name="glm", architecture="GlmForCausalLM", **_GLM),
-        Family(
-            name="glm4",
-            architecture="Glm4ForCausalLM",
-            norms=LayerNorms(
-                "input_layernorm", "post_self_attn_layernorm", "post_attention_layernorm", "post_mlp_layernorm"
-            ),
-            **_GLM,
-        ),
-        Family(
-            name="gpt_oss",
-            architecture="GptOssForCausalLM",
-            qkv_bias=Bias.CONFIGURED,
-            output_bias=Bias.CONFIGURED,
-            absent_bias=True,
-            windows=Windows.PATTERN,
-            absent_window=128,
-            global_every=2,
-            wide_norms=True,
-            absent_theta=150_000.0,
-            scaled_rope=True,
-            absent_rms_norm_eps=1e-5,
-            absent_head_dim=64,
-            absent_kv_heads=8,
-            sinks=True,
-            experts=ExpertNames(
-                size_key="intermediate_size", adds_to_one=True, router="router", stacked=True, clamped=True
-            ),
-        ),
-        Family(name="olmo2", architecture="Olmo2ForCausalLM", **_OLMO),
-        Family(
-            name="olmo3",
-            architecture="Olmo3ForCausalLM",
-            windows=Windows.PATTERN,
-            global_every=4,
-            local_theta=500_000.0,
-            absent_theta=500_000.0,
-            **_OLMO,
-        ),
-        Family(
-            name="phi3",
-            architecture="Phi3ForCausalLM",
-            windows=Windows.ALL_LAYERS,
-            absent_window=None,
-            absent_rms_norm_eps=1e-5,
-            fused_qkv=True,
-            fused_gate_up=True,
-            rotated_share=1.0,
-            long_rope_context=4096,
-        ),
-        Family(
-            name="smollm3",
-            architecture="SmolLM3ForCausalLM",
-            qkv_bias=Bias.CONFIGURED,
-            output_bias=Bias.CONFIGURED,
-            mlp_bias=Bias.CONFIGURED,
-            windows=Windows.UNROTATED,
-            absent_window=None,
-            absent_kv_heads=4,
-            absent_theta=2_000_000.0,
-            absent_tied=True,
-            unrotated=True,
-        ),
-    )
-}
+_ALL = (
+    Family("llama", "LlamaForCausalLM", **_EVERY_BIAS),
+    Family("mistral", "MistralForCausalLM", windows=Windows.ALL_LAYERS, absent_kv_heads=8),
+    Family("ministral", "MinistralForCausalLM", windows=Windows.TYPED, absent_kv_heads=8),
+    Family("qwen2", "Qwen2ForCausalLM", qkv_bias=Bias.ALWAYS, windows=Windows.BY_LAYER, absent_kv_heads=32),
+    Family(
+        "qwen3",
+        "Qwen3ForCausalLM",
+        qk_norm=True,
+        windows=Windows.BY_LAYER,
+        absent_head_dim=128,
+        absent_kv_heads=32,
+        **_ATTENTION_BIAS,
+    ),
+    Family(
+        "mixtral",
+        "MixtralForCausalLM",
+        absent_theta=1_000_000.0,
+        windows=Windows.ALL_LAYERS,
+        absent_window=None,
+        absent_rms_norm_eps=1e-5,
+        absent_kv_heads=8,
+        experts=_MIXTRAL_EXPERTS,
+    ),
+    Family(
+        "qwen2_moe",
+        "Qwen2MoeForCausalLM",
+        qkv_bias=Bias.NAMED,
+        windows=Windows.SWITCHED,
+        absent_kv_heads=16,
+        experts=ExpertNames(shared=True),
+    ),
+    Family(
+        "qwen3_moe",
+        "Qwen3MoeForCausalLM",
+        qk_norm=True,
+        windows=Windows.SWITCHED,
+        absent_kv_heads=4,
+        experts=ExpertNames(),
+        **_ATTENTION_BIAS,
+    ),
+    Family("gemma2", "Gemma2ForCausalLM", global_every=2, soft_caps=(50.0, 30.0), **_GEMMA),
+    Family(
+        "gemma3_text",
+        "Gemma3ForCausalLM",
+        qk_norm=True,
+        global_every=6,
+        local_theta=10_000.0,
+        absent_theta=1_000_000.0,
+        **_GEMMA,
+    ),
+    Family("granite", "GraniteForCausalLM", multipliers=True, **_EVERY_BIAS),
+    Family("glm", "GlmForCausalLM", **_GLM),
+    Family("glm4", "Glm4ForCausalLM", norms=_GLM4_NORMS, **_GLM),
+    Family(
+        "gpt_oss",
+        "GptOssForCausalLM",
+        absent_bias=True,
+        windows=Windows.PATTERN,
+        absent_window=128,
+        global_every=2,
+        wide_norms=True,
+        absent_theta=150_000.0,
+        scaled_rope=True,
+        absent_rms_norm_eps=1e-5,
+        absent_head_dim=64,
+        absent_kv_heads=8,
+        sinks=True,
+        experts=_GPT_OSS_EXPERTS,
+        **_ATTENTION_BIAS,
+    ),
+    Family("olmo2", "Olmo2ForCausalLM", **_OLMO),
+    Family(
+        "olmo3",
+        "Olmo3ForCausalLM",
+        windows=Windows.PATTERN,
+        global_every=4,
+        local_theta=500_000.0,
+        absent_theta=500_000.0,
+        **_OLMO,
+    ),
+    Family(
+        "phi3",
+        "Phi3ForCausalLM",
+        windows=Windows.ALL_LAYERS,
+        absent_window=None,
+        absent_rms_norm_eps=1e-5,
+        fused_qkv=True,
+        fused_gate_up=True,
+        rotated_share=1.0,
+        long_rope_context=4096,
+    ),
+    Family(
+        "smollm3",
+        "SmolLM3ForCausalLM",
+        windows=Windows.UNROTATED,
+        absent_window=None,
+        absent_kv_heads=4,
+        absent_theta=2_000_000.0,
+        absent_tied=True,
+        unrotated=True,
+        **_EVERY_BIAS,
+    ),
+)
+FAMILIES = {family.name: family for family in _ALL}

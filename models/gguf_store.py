@@ -51,7 +51,7 @@ class GgufStore:
     def __init__(self, gguf: Gguf, config: ModelConfig) -> None:
         self._gguf = gguf
         self._config = config
-        layer_names = _LAYER_NAMES | (_POST_NORM_NAMES if config.norms.after_attention else {})
+        layer_names = _LAYER_NAMES | (_POST_NORM_NAMES if config.traits.norms.after_attention else {})
         self._name_of = _NAMES | {
             f"{layer_prefix(layer)}{ours}.{part}": f"blk.{layer}.{theirs}.{part}"
             for layer in range(config.num_layers)
@@ -92,7 +92,7 @@ class GgufStore:
     def read(self, name: str, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """Returns a copy of a tensor, dequantised if need be."""
         content = dequantized(self.read_weight(name, dtype, device))
-        return content - 1 if self._config.norm_offset and name.endswith("norm.weight") else content
+        return content - 1 if self._config.traits.norm_offset and name.endswith("norm.weight") else content
 
     def read_weight(self, name: str, dtype: torch.dtype, device: torch.device) -> torch.Tensor | QuantizedWeight:
         """The weight of one linear map, for activations of `dtype`, in the form that the file has it in."""

@@ -236,7 +236,7 @@ class _DecoderBuilder:
 
     def _layer(self, index: int) -> DecoderLayer:
         prefix, config = layer_prefix(index), self._config
-        norms = [self._norm(f"{prefix}{name}.weight") if name else NoNorm() for name in astuple(config.norms)]
+        norms = [self._norm(f"{prefix}{name}.weight") if name else NoNorm() for name in astuple(config.traits.norms)]
         is_local = config.local_rope is not None and config.windows[index] is not None
         return DecoderLayer(
             attention_norm=norms[0],
@@ -252,7 +252,7 @@ class _DecoderBuilder:
 
     def _attention(self, prefix: str, sliding_window: int | None) -> Attention:
         config = self._config
-        names = ("qkv_proj",) if config.fused_qkv else ("q_proj", "k_proj", "v_proj")
+        names = ("qkv_proj",) if config.traits.fused_qkv else ("q_proj", "k_proj", "v_proj")
         weight, bias = self._map(tuple(f"{prefix}{name}" for name in names), bias=config.qkv_bias)
         order = self._order_of_heads
         if order is not None:
@@ -261,13 +261,13 @@ class _DecoderBuilder:
         return Attention(
             qkv=self._operations.linear(weight, bias),
             output=self._linear((f"{prefix}o_proj",), bias=config.output_bias),
-            qk_norm=self._qk_norm(prefix) if config.qk_norm else None,
+            qk_norm=self._qk_norm(prefix) if config.traits.qk_norm else None,
             heads=HeadShape(config.num_heads, config.num_kv_heads, config.head_dim),
             params=AttentionParams(
                 config.score_scale,
                 sliding_window,
                 config.score_cap,
-                self._read(f"{prefix}sinks", dtype=torch.float32) if config.sinks else None,
+                self._read(f"{prefix}sinks", dtype=torch.float32) if config.traits.sinks else None,
             ),
             kernels=self._kernels,
         )
@@ -276,18 +276,18 @@ class _DecoderBuilder:
     def _order_of_heads(self) -> torch.Tensor | None:
         """Rows of q, k and v `[(H + 2 * Hkv) * D]` in our order; None: they are."""
         config = self._config
-        dims = order_of_dims(config.rope, config.head_dim, neighbours=config.rotates_neighbours)  # [D]
+        dims = order_of_dims(config.rope, config.head_dim, neighbours=config.traits.rotates_neighbours)  # [D]
         if torch.equal(dims, torch.arange(config.head_dim)):
             return None
-        assert not config.qk_norm  # whose weights would need it too
+        assert not config.traits.qk_norm  # whose weights would need it too
         turned = torch.arange(config.num_heads + config.num_kv_heads)[:, None] * config.head_dim + dims
         values = torch.arange(turned.numel(), turned.numel() + config.num_kv_heads * config.head_dim)
         return torch.cat((turned.flatten(), values)).to(self._device)
 
     def _mlp(self, prefix: str) -> GatedMlp:
         config = self._config
-        names = ("gate_up_proj", "down_proj") if config.fused_gate_up else MLP_PROJECTIONS
-        return self._gated(prefix, names, (config.intermediate_size, config.activation), bias=config.mlp_bias)
+        names = ("gate_up_proj", "down_proj") if config.traits.fused_gate_up else MLP_PROJECTIONS
+        return self._gated(prefix, names, (config.intermediate_size, config.traits.activation), bias=config.mlp_bias)
 
     def _gated(self, prefix: str, names: tuple[str, ...], inside: tuple[int, Gate], *, bias: bool = False) -> GatedMlp:
         """`names` of the weights that are stacked as gate and up, then of down; `inside`: I, and what gates become."""
@@ -378,13 +378,13 @@ class _DecoderBuilder:
 
     def _norm_weight(self, name: str) -> torch.Tensor:
         """A wide weight stays float32, as it is not rounded in the families' own code."""
-        weight = self._read(name, dtype=torch.float32) if self._config.wide_norms else self._read(name)
-        return 1 + weight if self._config.norm_offset else weight
+        weight = self._read(name, dtype=torch.float32) if self._config.traits.wide_norms else self._read(name)
+        return 1 + weight if self._config.traits.norm_offset else weight
 
     def _qk_norm(self, prefix: str) -> QkNorm:
         config = self._config
         q_weight, k_weight = (self._norm_weight(f"{prefix}{name}.weight") for name in ("q_norm", "k_norm"))
-        return QkNorm(q_weight, k_weight, config.rms_norm_eps, config.whole_qk_norm)
+        return QkNorm(q_weight, k_weight, config.rms_norm_eps, config.traits.whole_qk_norm)
 
 
 def _stack(weights: list[torch.Tensor | QuantizedWeight]) -> torch.Tensor | QuantizedWeight:

@@ -50,13 +50,15 @@ def _attention_tensors(config: ModelConfig) -> dict[str, Shape]:
     """And the norms of a layer."""
     hidden = config.hidden_size
     q_size, kv_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-    tensors: dict[str, Shape] = {f"{name}.weight": (hidden,) for name in astuple(config.norms) if name is not None}
-    if config.sinks:
+    tensors: dict[str, Shape] = {
+        f"{name}.weight": (hidden,) for name in astuple(config.traits.norms) if name is not None
+    }
+    if config.traits.sinks:
         tensors["self_attn.sinks"] = (config.num_heads,)
-    if config.qk_norm:
-        q_width, k_width = (q_size, kv_size) if config.whole_qk_norm else (config.head_dim, config.head_dim)
+    if config.traits.qk_norm:
+        q_width, k_width = (q_size, kv_size) if config.traits.whole_qk_norm else (config.head_dim, config.head_dim)
         tensors |= {"self_attn.q_norm.weight": (q_width,), "self_attn.k_norm.weight": (k_width,)}
-    if config.fused_qkv:
+    if config.traits.fused_qkv:
         tensors |= _map_tensors("self_attn.qkv_proj", q_size + 2 * kv_size, hidden, has_bias=config.qkv_bias)
     else:
         for name, out_size in (("q_proj", q_size), ("k_proj", kv_size), ("v_proj", kv_size)):
@@ -66,7 +68,7 @@ def _attention_tensors(config: ModelConfig) -> dict[str, Shape]:
 
 def _mlp_tensors(config: ModelConfig) -> dict[str, Shape]:
     hidden, intermediate, has_bias = config.hidden_size, config.intermediate_size, config.mlp_bias
-    if config.fused_gate_up:
+    if config.traits.fused_gate_up:
         tensors = _map_tensors("mlp.gate_up_proj", 2 * intermediate, hidden, has_bias=has_bias)
         return tensors | _map_tensors("mlp.down_proj", hidden, intermediate, has_bias=has_bias)
     return _gated_tensors("mlp.", MLP_PROJECTIONS, intermediate, hidden, has_bias=has_bias)

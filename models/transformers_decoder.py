@@ -24,7 +24,7 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 from transformers.modeling_outputs import MoeModelOutputWithPast
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from kernels.attention import AttentionMetadata
+from kernels.compiled_step import StepInputs
 from kernels.operations import Kernels, Operations, Rotation
 from models.transformers_attention import (
     Attends,
@@ -60,26 +60,13 @@ class TransformersDecoder:
     compiled: ClassVar[None] = None
     """See `models.decoder.Decoder.compiled`."""
 
-    def forward(
-        self,
-        token_ids: torch.Tensor,
-        positions: torch.Tensor,
-        kv_cache: torch.Tensor,
-        metadata: AttentionMetadata,
-        sample_rows: torch.Tensor,
-    ) -> torch.Tensor:
+    def forward(self, step: StepInputs) -> torch.Tensor:
         """See `models.decoder.Decoder.forward`."""
-        return self.project(self.hidden(token_ids, positions, kv_cache, metadata, sample_rows))
+        return self.project(self.hidden(step))
 
-    def hidden(
-        self,
-        token_ids: torch.Tensor,
-        positions: torch.Tensor,
-        kv_cache: torch.Tensor,
-        metadata: AttentionMetadata,
-        sample_rows: torch.Tensor,
-    ) -> torch.Tensor:
+    def hidden(self, step: StepInputs) -> torch.Tensor:
         """See `models.decoder.Decoder.hidden`."""
+        token_ids, positions, kv_cache, metadata, rows = step
         ones = torch.ones((len(token_ids), kv_cache.shape[-1] // 2), device=token_ids.device)
         self.paged.step = kv_cache, metadata, Rotation(ones, torch.zeros_like(ones), metadata.slot_mapping)
         try:
@@ -89,7 +76,7 @@ class TransformersDecoder:
             self.paged.step = None
             self.paged.rotations.clear()
         hidden: torch.Tensor = output.last_hidden_state[0]  # [T, E]
-        return hidden[sample_rows]
+        return hidden[rows]
 
     def project(self, hidden: torch.Tensor) -> torch.Tensor:
         """See `models.decoder.Decoder.project`."""

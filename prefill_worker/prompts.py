@@ -7,8 +7,8 @@ This is what a prefill role is, on a worker that does nothing else as on one tha
 starts (`prompt_line`). A prompt starts with all its blocks, found in the cache or allocated, so it is never preempted.
 Its last token gives each choice its first one, which the router gets at once. Its blocks stay lent to the transfer
 until they are pushed. Alone, the line plans the steps, of which half of the tokens go to prompts that end with them.
-Beside a running batch, that plans them (`decode_worker.running_batch`). `decode_worker.admission` starts prompts then,
-and gives up one that stands in the way of others.
+Beside a running batch, that plans them (`decode_worker.running_batch`). `decode_worker.reservations` starts prompts
+then, and gives up one that stands in the way of others.
 
 All on the loop.
 """

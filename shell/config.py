@@ -144,21 +144,9 @@ class RouterConfig(ProcessConfig):
 
 
 _SET_BY_SERVE = (
-    "listen",
-    "router",
-    "advertise",
-    "worker_id",
-    "device",
-    "admin_listen",
-    "kv_port",
-    "device_workers",
-    "host_workers",
-    "kv_events",
-    "kv_events_topic",
-    "elastic",
+    *("listen", "router", "advertise", "worker_id", "device", "admin_listen", "kv_port", "device_workers"),
+    *("host_workers", "kv_events", "kv_events_topic", "elastic"),
 )
-
-
 _GATEWAY = (
     *("parser", "tool-call-parser", "reasoning-parser", "chat-template", "log-json"),
     *("enable-trace", "otlp-traces-endpoint", "cors-allowed-origins"),

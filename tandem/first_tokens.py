@@ -5,11 +5,9 @@
         kind 1   count × (token id u32 · log-probability f32)  the candidates of a beam search, best first
         kind 3   count × (choice index u16 · token id u32)     the next tokens of each choice, in its order
 
-Written by the prefill worker (kind 3 by a decode worker that hands over what it runs), read by the decode worker,
-opaque to everything between. Kind 0 does not name a choice that
-is resumed among others: its tokens are known, and their KV is computed where it decodes.
-Candidates cost a few bytes each, so that no token of the prompt is computed twice.
-Kind 2 was kind 3 without an index. Version 2 had no kinds; version 1 was the four bytes of one token id.
+Written by the prefill worker (kind 3 by a decode worker that moves what it runs), read by the decode worker, opaque to
+everything between. Kind 0 does not name a choice that is resumed among others: its tokens are known, and their KV is
+computed where it decodes. Kind 2 was kind 3 without an index. Version 2 had no kinds.
 """
 
 from __future__ import annotations

@@ -15,14 +15,18 @@ from tandem.limits import Limits
 from tandem.token_ids import TokenIds
 from tandem.types import GroupSpec, SamplingParams, TextParams
 
-_MAX_TEMPERATURE = 100.0
-_MIN_PENALTY = 0.0099999997
-"""0.01 as the caller's float32; less would lift logits out of what their type can hold."""
-_MAX_PENALTY = 100.0
+_BOUNDS = {
+    "temperature": (0, 100),
+    "top_k": (0, 2**32 - 1),
+    "min_p": (0, 1),
+    "repetition_penalty": (0.0099999997, 100),  # float32's 0.01; less would lift logits out of what their type can hold
+    "presence_penalty": (-2, 2),
+    "frequency_penalty": (-2, 2),
+    "seed": (0, 2**64 - 1),
+    "length_penalty": (-10, 10),
+}
 _MAX_BIAS = 100.0
-_MAX_LENGTH_PENALTY = 10.0
 _MAX_TIMEOUT_S = 7 * 86_400.0
-_MAX_SEED = 2**64 - 1
 _POOL_REMEDY = "ask for less, or start the workers with a larger --kv-memory"
 
 
@@ -92,21 +96,14 @@ class Validator:
         """Each value alone, and min_tokens against max_tokens. Raises InvalidRequest."""
         _within("sampling.max_tokens", sampling.max_tokens, 1, self.context_tokens)
         _within("sampling.min_tokens", sampling.min_tokens, 0, sampling.max_tokens)
-        _within("sampling.temperature", sampling.temperature, 0, _MAX_TEMPERATURE)
-        _within("sampling.top_k", sampling.top_k, 0, 2**32 - 1)
-        _above_zero("sampling.top_p", sampling.top_p, 1)
-        _within("sampling.min_p", sampling.min_p, 0, 1)
-        _within("sampling.repetition_penalty", sampling.repetition_penalty, _MIN_PENALTY, _MAX_PENALTY)
-        _within("sampling.presence_penalty", sampling.presence_penalty, -2, 2)
-        _within("sampling.frequency_penalty", sampling.frequency_penalty, -2, 2)
-        _within("sampling.seed", sampling.seed, 0, _MAX_SEED)
-        if sampling.logprobs is not None:
-            _within("sampling.logprobs", sampling.logprobs, 0, self.limits.max_logprobs)
-        if sampling.prompt_logprobs is not None:
-            _within("sampling.prompt_logprobs", sampling.prompt_logprobs, 0, self.limits.max_logprobs)
+        for name, (low, high) in _BOUNDS.items():
+            _within(f"sampling.{name}", getattr(sampling, name), low, high)
+        if not 0 < sampling.top_p <= 1:
+            raise InvalidRequest("sampling.top_p", f"{sampling.top_p:g} is not in (0, 1]")
+        for name, num_logprobs in (("logprobs", sampling.logprobs), ("prompt_logprobs", sampling.prompt_logprobs)):
+            _within(f"sampling.{name}", num_logprobs or 0, 0, self.limits.max_logprobs)
         if sampling.beam_width:
             _within("sampling.beam_width", sampling.beam_width, 2, self.limits.max_beam_width)
-        _within("sampling.length_penalty", sampling.length_penalty, -_MAX_LENGTH_PENALTY, _MAX_LENGTH_PENALTY)
         _at_most("sampling.logit_bias", len(sampling.logit_bias), self.limits.max_logit_bias, "entries")
         self._in_vocabulary("sampling.logit_bias", sampling.logit_bias)
         for bias in sampling.logit_bias.values():
@@ -178,11 +175,6 @@ class Validator:
 def _within(field: str, value: float, low: float, high: float) -> None:
     if not math.isfinite(value) or not low <= value <= high:
         raise InvalidRequest(field, f"{value:g} is not in [{low:g}, {high:g}]")
-
-
-def _above_zero(field: str, value: float, high: float) -> None:
-    if not math.isfinite(value) or not 0 < value <= high:
-        raise InvalidRequest(field, f"{value:g} is not in (0, {high:g}]")
 
 
 def _at_most(field: str, count: int, cap: int, unit: str) -> None:

@@ -12,16 +12,14 @@ from typing import Any
 from decode_worker.worker import new_decode_worker
 from engine.block_pool import BlockPool
 from engine.prefix_cache import PrefixCache
-from router.attempt import Attempt
-from router.delivery import ChoiceStream, Delivery
 from router.placement import Placement
 from shell.config import ElasticConfig
-from shell.telemetry.events import Events
 from tandem.errors import TandemError
-from tandem.types import ChoiceSpec, GroupSpec, Incarnation, Role, TextParams, TokenId, WorkerId, WorkerInfo
-from tests.joined_cores import BLOCK_SIZE, CoreLink, Ids, Wire, info_of
+from tandem.types import ChoiceSpec, GroupSpec, Incarnation, Role, TokenId, WorkerId, WorkerInfo
+from tests.joined_cores import CoreLink, Cores, Ids, attempt_of, delivery_of, info_of
 from tests.manual_clock import ManualClock
 from tests.token_engine import WAIT_S, FakeEngine
+from tests.wire import BLOCK_SIZE, Wire
 from tests.worker_parts import parts_of
 from worker.core import Worker
 
@@ -30,8 +28,8 @@ _NEVER_S = 1e9
 _TICK_S = 0.3
 
 
-class ElasticCores:
-    """Use as an async context manager; at its end both workers must be idle."""
+class ElasticCores(Cores):
+    """Workers `a` and `b`."""
 
     def __init__(self, *, blocks: tuple[int, int] = (32, 32), max_seqs: int = 8, chunk_tokens: int = 8) -> None:
         self.clock = ManualClock()
@@ -51,21 +49,7 @@ class ElasticCores:
         self.infos = {name: _info_of(name) for name in NAMES}
         self.links = {name: CoreLink(self.infos[name], core) for name, core in self.cores.items()}
 
-    async def __aenter__(self) -> ElasticCores:
-        self._running = [asyncio.create_task(core.run()) for core in self.cores.values()]
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        for name, core in self.cores.items():
-            self.engines[name].let_go()
-            core.router_lost(self.links[name])
-        for core in self.cores.values():
-            async with asyncio.timeout(WAIT_S):
-                await core.drained()
-            core.check_idle()
-        for task in self._running:
-            task.cancel()
-        await asyncio.gather(*self._running, return_exceptions=True)
+        self.workers = [(self.engines[name], self.cores[name], self.links[name]) for name in NAMES]
 
     def link(self, info: WorkerInfo) -> CoreLink:
         """As `Workers` gives it."""
@@ -74,12 +58,6 @@ class ElasticCores:
     def start(self, spec: GroupSpec, prefill: str | None, decode: str) -> Asked:
         """A request, on this pair, as often as it takes."""
         return Asked(self, spec, Placement(None if prefill is None else self.infos[prefill], self.infos[decode]))
-
-    async def until(self, condition: Any) -> None:
-        """No time passes."""
-        async with asyncio.timeout(WAIT_S):
-            while not condition():  # noqa: ASYNC110
-                await asyncio.sleep(0)
 
     async def until_done(self, asked: list[Asked]) -> None:
         """Time passes until all have ended."""
@@ -113,14 +91,9 @@ class Asked:
         return [each.ids for each in self._ids]
 
     async def _run(self) -> None:
-        streams = [_stream(index, ids) for index, ids in enumerate(self._ids)]
-        cores, delivery = self._cores, Delivery(streams, Events())
+        cores, delivery = self._cores, delivery_of(self._ids)
         while True:
-            links: Any = cores
-            attempt = Attempt(
-                *(self._placement, links, delivery, Events(), cores.clock, cores.clock.now_s()),
-                *(_NEVER_S, lambda _: None),
-            )
+            attempt = attempt_of(cores, self._placement, delivery, _NEVER_S)
             try:
                 choices = tuple(ChoiceSpec(index, tuple(tokens)) for index, tokens in enumerate(self.choices))
                 await attempt.run(replace(self.spec, choices=choices))
@@ -132,11 +105,6 @@ class Asked:
                 await asyncio.sleep(0)
             finally:
                 attempt.release()
-
-
-def _stream(index: int, ids: Ids) -> ChoiceStream:
-    detokenizer: Any = ids
-    return ChoiceStream(index, detokenizer, TextParams(), lambda _: None)
 
 
 def _info_of(name: str) -> WorkerInfo:

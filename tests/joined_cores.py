@@ -6,16 +6,15 @@ Both engines keep tokens where a model would keep KV (`tests.token_engine`); a h
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, Self
 
 from decode_worker.worker import new_decode_worker
 from engine.block_pool import BlockPool
 from engine.host_tier import HostTier
 from engine.prefix_cache import PrefixCache
 from engine.step import SampledToken
-from kvtransfer.base import BlockRef, HandoffListener, Offer, TransferReport
 from prefill_worker.prompts import new_prefill_worker
 from router.attempt import Attempt
 from router.choice_stream import ChoiceStream
@@ -23,16 +22,18 @@ from router.delivery import Delivery
 from router.placement import Placement
 from router.worker_link import GroupListener
 from shell.config import DecodeConfig
-from shell.telemetry.events import Events
+from shell.telemetry.events import Events, RequestEvents
 from tandem.convert import group_from_proto
-from tandem.errors import TandemError, TransferError
+from tandem.errors import TandemError
 from tandem.types import (
-    BlockId,
+    ChoiceSpec,
     FinishReason,
     GroupSpec,
     Handle,
     Incarnation,
+    RequestId,
     Role,
+    SamplingParams,
     TextParams,
     TokenDelta,
     TokenId,
@@ -45,11 +46,12 @@ from tandem.v1 import worker_pb2
 from tests.fake_disk import LateDisk
 from tests.manual_clock import ManualClock
 from tests.registering import INFO, UncountedLoad, assigned
-from tests.token_engine import WAIT_S, FakeEngine
+from tests.token_engine import VOCAB_SIZE, WAIT_S, FakeEngine
+from tests.wire import BLOCK_SIZE, Wire
 from tests.worker_parts import parts_of
+from worker.core import Worker
 from worker.ports import Destination, RouterPort
 
-BLOCK_SIZE = 4
 SILENCE_S = 0.01
 """On a clock that the tests move."""
 
@@ -64,79 +66,6 @@ def info_of(role: Role) -> WorkerInfo:
         transports=("wire",),
         max_sequence_tokens=4096,
     )
-
-
-class Wire:
-    """Receiver, sender and all its hand-offs."""
-
-    def __init__(self, source: FakeEngine, target: FakeEngine) -> None:
-        self._source, self._target = source, target
-        self._offers: dict[str, tuple[tuple[BlockRef, ...], HandoffListener, int]] = {}
-        """Blocks, whom to tell, and the position of the first block."""
-        self._num_offers = 0
-
-    @property
-    def num_live(self) -> int:
-        return len(self._offers)
-
-    def offer(
-        self, blocks: Sequence[BlockRef], listener: HandoffListener, expires_in_s: float, first_block: int = 0
-    ) -> Offer:
-        self._num_offers += 1
-        name = str(self._num_offers)
-        self._offers[name] = blocks, listener, first_block
-        return Offer(name, name.encode(), b"endpoint")
-
-    def withdraw(self, transfer_id: str) -> None:
-        if transfer_id in self._offers:
-            _, listener, _ = self._offers.pop(transfer_id)
-            listener.on_failed(TransferError("withdrawn"))
-            listener.on_writer_stopped()
-
-    def reap(self) -> None: ...
-
-    async def open(self, ticket: bytes, endpoint: bytes, timeout_s: float) -> WireHandoff:
-        return WireHandoff(self, ticket.decode())
-
-    def copy(self, name: str, first: int, source_blocks: Sequence[BlockId]) -> None:
-        blocks, _, first_block = self._offers[name]
-        assert first >= first_block
-        targets = blocks[first - first_block :][: len(source_blocks)]
-        for source, target in zip(source_blocks, targets, strict=True):
-            for at in range(BLOCK_SIZE):
-                if (source, at) in self._source.slots:
-                    self._target.slots[target.block_id, at] = self._source.slots[source, at]
-
-    def first_block(self, name: str) -> int:
-        return self._offers[name][2]
-
-    def listener(self, name: str) -> HandoffListener:
-        if name not in self._offers:
-            raise TransferError("it was withdrawn")
-        return self._offers[name][1]
-
-    def commit(self, name: str, payload: bytes) -> None:
-        listener = self.listener(name)
-        del self._offers[name]
-        listener.on_committed(payload)
-
-
-class WireHandoff:
-    """One hand-off: nothing of it takes any time."""
-
-    def __init__(self, wire: Wire, name: str) -> None:
-        self._wire, self._name = wire, name
-        wire.listener(name).on_receiving()
-        self.first_block = wire.first_block(name)
-
-    async def push(self, first: int, source_blocks: tuple[BlockId, ...]) -> None:
-        self._wire.copy(self._name, first, source_blocks)
-
-    async def commit(self, first_token_payload: bytes) -> TransferReport:
-        self._wire.commit(self._name, first_token_payload)
-        return TransferReport("wire", 0, 0, 0.0)
-
-    async def abort(self) -> None: ...
 
 
 class CoreLink(RouterPort):
@@ -266,21 +195,77 @@ class Ids:
         return ""
 
 
+def delivery_of(ids: Sequence[Ids]) -> Delivery:
+    """One for a choice each."""
+    detokenizers: Sequence[Any] = ids
+    streams = [ChoiceStream(index, each, TextParams(), lambda _: None) for index, each in enumerate(detokenizers)]
+    return Delivery(streams, Events())
+
+
+def attempt_of(
+    cores: Any,
+    placement: Placement,
+    delivery: Delivery,
+    silence_s: float,
+    events: RequestEvents | None = None,
+    source: Attempt | None = None,
+) -> Attempt:
+    events, now_s = events or Events(), cores.clock.now_s()
+    ends: Any = (lambda _: None, lambda: None)
+    return Attempt(assigned(placement), cores, delivery, events, cores.clock, now_s, silence_s, *ends, source)
+
+
+def spec_of(
+    num_prompt_tokens: int,
+    max_tokens: int,
+    salt: int = 0,
+    *,
+    n: int = 1,
+    seed: int = 0,
+    beam_width: int = 0,
+    priority: int = 0,
+) -> GroupSpec:
+    prompt = tuple(TokenId((37 * salt + 11 * i) % VOCAB_SIZE) for i in range(num_prompt_tokens))
+    sampling = SamplingParams(max_tokens=max_tokens, seed=seed, beam_width=beam_width)
+    return GroupSpec(RequestId(f"r{salt}"), prompt, sampling, tuple(map(ChoiceSpec, range(n))), priority=priority)
+
+
+class Cores(UncountedLoad):
+    """Workers' cores that run inside `async with`; at its end all must be idle."""
+
+    workers: Sequence[tuple[FakeEngine, Worker, CoreLink]]
+
+    async def __aenter__(self) -> Self:
+        self._running = [asyncio.create_task(core.run()) for _, core, _ in self.workers]
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        for engine, core, link in self.workers:
+            engine.let_go()
+            core.router_lost(link)
+        for _, core, _link in self.workers:
+            async with asyncio.timeout(WAIT_S):
+                await core.drained()
+            core.check_idle()
+        for task in self._running:
+            task.cancel()
+        await asyncio.gather(*self._running, return_exceptions=True)
+
+    async def until(self, condition: Callable[[], object]) -> None:
+        """No time passes."""
+        async with asyncio.timeout(WAIT_S):
+            while not condition():  # noqa: ASYNC110
+                await asyncio.sleep(0)
+
+
 class Running:
     """One attempt under way."""
 
-    def __init__(self, cores: Any, spec: GroupSpec, placement: Placement | None = None) -> None:
+    def __init__(self, cores: Any, spec: GroupSpec) -> None:
         self.spec = spec
         self._ids = Ids()
-        detokenizer: Any = self._ids
-        delivery = Delivery([ChoiceStream(0, detokenizer, TextParams(), lambda _: None)], Events())
-        if placement is None:
-            placement = Placement(cores.infos[Role.PREFILL], cores.infos[Role.DECODE])
-        now_s = cores.clock.now_s()
-        links: Any = cores
-        self._attempt = Attempt(
-            assigned(placement), links, delivery, Events(), cores.clock, now_s, SILENCE_S, lambda _: None, lambda: None
-        )
+        placement = Placement(cores.infos[Role.PREFILL], cores.infos[Role.DECODE])
+        self._attempt = attempt_of(cores, placement, delivery_of([self._ids]), SILENCE_S)
         self.task = asyncio.create_task(self._run(spec))
 
     async def _run(self, spec: GroupSpec) -> None:
@@ -295,8 +280,8 @@ class Running:
         return self._ids.ids
 
 
-class JoinedCores(UncountedLoad):
-    """Use as an async context manager; at its end both workers must be idle."""
+class JoinedCores(Cores):
+    """A prefill and a decode worker."""
 
     def __init__(
         self,
@@ -334,21 +319,10 @@ class JoinedCores(UncountedLoad):
             Role.DECODE: CoreLink(self.infos[Role.DECODE], self.decode),
         }
 
-    async def __aenter__(self) -> JoinedCores:
-        self._running = [asyncio.create_task(core.run()) for core in (self.prefill, self.decode)]
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        for engine in self.engines.values():
-            engine.let_go()
-        for role, core in ((Role.PREFILL, self.prefill), (Role.DECODE, self.decode)):
-            core.router_lost(self.links[role])
-            async with asyncio.timeout(WAIT_S):
-                await core.drained()
-            core.check_idle()
-        for task in self._running:
-            task.cancel()
-        await asyncio.gather(*self._running, return_exceptions=True)
+        self.workers = [
+            (self.engines[role], core, self.links[role])
+            for role, core in ((Role.PREFILL, self.prefill), (Role.DECODE, self.decode))
+        ]
 
     def link(self, info: WorkerInfo) -> CoreLink:
         """As `Workers` gives it."""
@@ -368,11 +342,6 @@ class JoinedCores(UncountedLoad):
         self.links[role].waits.clear()
         (self.prefill if role is Role.PREFILL else self.decode).report_waits()
         return {reason: len(handles) for reason, handles in self.links[role].waits.items()}
-
-    async def until(self, condition: Any) -> None:
-        async with asyncio.timeout(WAIT_S):
-            while not condition():  # noqa: ASYNC110
-                await asyncio.sleep(0.001)
 
     async def time_passes(self, seconds: float) -> None:
         """In parts shorter than the silence, with the word of who waits in each, as their tickers bring it."""

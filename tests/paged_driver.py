@@ -16,6 +16,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from kernels.attention import AttentionMetadata
+from kernels.compiled_step import StepInputs
 from kernels.operations import Kernels
 from kernels.quantized import QuantForm
 from kernels.reference import ReferenceBackend
@@ -54,9 +55,9 @@ class PagedDriver:
         spans = [range(seq.num_computed_tokens, seq.num_computed_tokens + n) for seq, n in work]
         positions = torch.tensor([position for span in spans for position in span])
         token_ids = torch.tensor([seq.token_ids[p] for (seq, _), span in zip(work, spans, strict=True) for p in span])
-        logits = self._model.decoder.forward(
-            token_ids, positions, self._kv_cache, self._metadata(work, spans), torch.arange(len(token_ids))
-        )
+        rows = torch.arange(len(token_ids))
+        inputs = StepInputs(token_ids, positions, self._kv_cache, self._metadata(work, spans), rows)
+        logits = self._model.decoder.forward(inputs)
         for seq, num_tokens in work:
             seq.num_computed_tokens += num_tokens
         return logits

@@ -7,7 +7,6 @@ import asyncio
 from engine.step import (
     BrokenLogits,
     Direction,
-    HostRow,
     Sampled,
     SampledToken,
     ScheduledSeq,
@@ -69,7 +68,7 @@ class FakeEngine:
         self.gate = Gate()
         self.num_steps = 0
         self.slots: dict[tuple[BlockId, int], TokenId] = {}
-        self.rows: dict[HostRow, list[TokenId]] = {}
+        self.rows: dict[int, list[TokenId]] = {}
         """The host tier."""
         self.batches: list[tuple[ScheduledSeq, ...]] = []
         self.error: Exception | None = None

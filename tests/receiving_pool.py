@@ -21,7 +21,7 @@ from tandem.types import BlockId, TokenId, new_incarnation
 
 CPU = torch.device("cpu")
 NUM_BLOCKS = 128
-DEADLINE_S = 20.0
+DEADLINE_S = 60.0
 
 
 class Arrivals:
@@ -62,6 +62,7 @@ class ReceivedOffer:
     def on_failed(self, error: TransferError) -> None:
         self.error = error
         self.pool.release(self.blocks)
+        self.arrivals.note()
 
     def on_writer_stopped(self) -> None:
         if all(self.pool.state(block) is BlockState.QUARANTINED for block in self.blocks):
@@ -85,7 +86,7 @@ class Target:
     def reserve(self, num_tokens: int, first_block: int = 0) -> ReceivedOffer:
         blocks = self.pool.allocate(self._layout.blocks_for(num_tokens) - first_block, BlockState.RESERVED)
         landing = ReceivedOffer(self.pool, blocks, self.arrivals)
-        refs = tuple(BlockRef(block, self.pool.generation(block)) for block in blocks)
+        refs = tuple(BlockRef(block, int(self.pool.generations((block,))[0])) for block in blocks)
         landing.offer = self.receiver.offer(refs, landing, expires_in_s=60.0, first_block=first_block)
         return landing
 

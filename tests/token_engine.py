@@ -161,7 +161,7 @@ class FakeEngine:
         reads_loaded: bool,
     ) -> StepResult:
         named = {*(b for seq, _ in seqs for b in seq.block_table), *(c.source for c in step.copies)}
-        generations = {block: self._pool.generation(block) for block in named}
+        generations = {block: self._pool.generations((block,))[0] for block in named}
         assert not {copy.target for copy in step.copies} & {copy.source for copy in step.copies}
         if before is not None:
             await asyncio.wait({before})
@@ -174,7 +174,7 @@ class FakeEngine:
         self._news.set()
         for block, generation in generations.items():
             assert self._pool.state(block) is BlockState.LIVE, "freed under the engine"
-            assert self._pool.generation(block) == generation, "freed under the engine"
+            assert self._pool.generations((block,))[0] == generation, "freed under the engine"
         if number in self.errors or ((reads_loaded or is_fed(step)) and self._last_drawn is None):
             self._last_drawn = None
             raise self.errors.get(number, InternalError("the step before it failed"))

@@ -4,7 +4,7 @@
 
 Ageing: whoever gets room before a request that came earlier overtakes that request. A request that was overtaken
 `MAX_OVERTAKES` times is overdue: it goes before all that are not, and they wait until it fits. So nobody starves. The
-rule holds in each line: prompts for others (`prefill_worker.prompt_line`), reservations (`decode_worker.admission`),
+rule holds in each line: prompts for others (`prefill_worker.prompt_line`), reservations (`decode_worker.reservations`),
 and requests that wait for a seat or for their blocks again (`decode_worker.scheduler`).
 
 Forecast: a newcomer fits if its tokens and its expected growth find room beside the most that all others are expected

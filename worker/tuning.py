@@ -5,7 +5,7 @@ Bounds of protocols, timeouts and sizes of messages stand where they are used.
 
 from __future__ import annotations
 
-# --- who gets blocks: `worker.admission`, `prefill_worker.prompt_line`, `decode_worker.admission` ---
+# --- who gets blocks: `worker.admission`, `prefill_worker.prompt_line`, `decode_worker.reservations` ---
 
 MAX_OVERTAKES = 64
 """Requests that may get room before one that came earlier: so many small ones fill a pool beside a large one. No bench:

@@ -23,13 +23,12 @@ import torch
 from bench.kernels.attention_batch import AttentionBatch, largest_difference
 from bench.kernels.attention_peers import peer_calls
 from bench.kernels.ceilings import measure_ceilings
-from bench.kernels.gpu import describe_gpu
 from bench.kernels.launch_gaps import measure_gaps
 from bench.kernels.operation_calls import OperationCalls, linear_calls, quantized_linear_calls, small_calls
 from bench.kernels.product_peers import MakesLinear, OneDnn, has_one_dnn, other_tiers
 from bench.kernels.roofline import HEADER, Cost, Measurement
 from bench.kernels.shapes import CPU_ATTENTION, CUDA_ATTENTION, SHAPE_8B, SHAPE_135M, AttentionShape, LayerShape
-from bench.support.machine import write_record
+from bench.support.machine import describe_gpu, write_record
 from bench.support.timing import Call, time_s
 from kernels.dispatch import available_backends, select_kernels
 from kernels.operations import Kernels

@@ -24,6 +24,7 @@ from engine.graphs import CudaCapturer, DecodeGraphs
 from engine.kv_cache import KvCache
 from engine.runner import Runner
 from engine.step import ScheduledSeq, Step
+from kernels.compiled_step import StepInputs
 from kernels.dispatch import AUTO, select_kernels
 from kernels.operations import Kernels
 from models.loading import LoadedModel, load_model
@@ -102,7 +103,9 @@ def _measure_all(model: LoadedModel, kv_cache: KvCache, kernels: Kernels) -> lis
 
 
 def _forward(model: LoadedModel, kv_cache: KvCache, batch: Batch) -> torch.Tensor:
-    return model.decoder.forward(batch.token_ids, batch.positions, kv_cache.tensor, batch.metadata, batch.sample_rows)
+    return model.decoder.forward(
+        StepInputs(batch.token_ids, batch.positions, kv_cache.tensor, batch.metadata, batch.sample_rows)
+    )
 
 
 def _scheduled(vocab_size: int) -> list[ScheduledSeq]:

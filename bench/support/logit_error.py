@@ -13,6 +13,7 @@ from bench.support.reference import load_transformers
 from engine.batch import build_batch
 from engine.kv_cache import KvCache
 from engine.step import ScheduledSeq
+from kernels.compiled_step import StepInputs
 from kernels.dispatch import AUTO, select_kernels
 from models.files.checkpoint import read_checkpoint
 from models.loading import LoadedModel, load_model
@@ -72,7 +73,8 @@ def _our_logits(model: LoadedModel, token_ids: list[int], kv_dtype: QuantDType |
         seq = ScheduledSeq(tuple(TokenId(token_id) for token_id in token_ids), 0, table)
         batch = build_batch([seq], _BLOCK_SIZE, device)
         rows = torch.arange(len(token_ids))
-        return model.decoder.forward(batch.token_ids, batch.positions, kv_cache.tensor, batch.metadata, rows).double()
+        inputs = StepInputs(batch.token_ids, batch.positions, kv_cache.tensor, batch.metadata, rows)
+        return model.decoder.forward(inputs).double()
     finally:
         kv_cache.close()
 

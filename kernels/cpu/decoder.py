@@ -12,8 +12,7 @@ from ctypes import c_float, c_int64, c_void_p
 
 import torch
 
-from kernels.attention import AttentionMetadata
-from kernels.compiled_step import DecoderParts, LayerParts
+from kernels.compiled_step import DecoderParts, LayerParts, StepInputs
 from kernels.cpu.attention import AttendShape, check_lengths
 from kernels.cpu.experts import NativeExperts
 from kernels.cpu.library import Library
@@ -127,46 +126,14 @@ class NativeStep:
         """See `CompiledStep.serves`: a pool of the model's own dtype, or quantised."""
         return kv_cache.dtype in self._plans
 
-    def logits(
-        self,
-        token_ids: torch.Tensor,
-        rotations: Sequence[Rotation],
-        kv_cache: torch.Tensor,
-        metadata: AttentionMetadata,
-        rows: torch.Tensor,
-    ) -> torch.Tensor:
-        """See `CompiledStep.logits`; in the model's dtype."""
-        logits = torch.empty(len(rows), self._head.num_outputs, dtype=self._dtype)
-        self._run(token_ids, rotations, kv_cache, metadata, rows, logits=logits.data_ptr())
-        return logits
-
-    def hidden(
-        self,
-        token_ids: torch.Tensor,
-        rotations: Sequence[Rotation],
-        kv_cache: torch.Tensor,
-        metadata: AttentionMetadata,
-        rows: torch.Tensor,
-    ) -> torch.Tensor:
-        """See `CompiledStep.hidden`."""
-        hidden = torch.empty(len(rows), self._head.num_inputs, dtype=self._dtype)
-        self._run(token_ids, rotations, kv_cache, metadata, rows, hidden=hidden.data_ptr())
-        return hidden
-
-    def _run(
-        self,
-        token_ids: torch.Tensor,
-        rotations: Sequence[Rotation],
-        kv_cache: torch.Tensor,
-        metadata: AttentionMetadata,
-        rows: torch.Tensor,
-        *,
-        hidden: int | None = None,
-        logits: int | None = None,
-    ) -> None:
-        self._check_tensors(token_ids, rotations, kv_cache, metadata, rows)
+    def compute(self, step: StepInputs, rotations: Sequence[Rotation], *, projects: bool) -> torch.Tensor:
+        """See `CompiledStep.compute`; in the model's dtype."""
+        token_ids, _, kv_cache, metadata, rows = step
+        self._check_tensors(step, rotations)
+        width = self._head.num_outputs if projects else self._head.num_inputs
+        computed = torch.empty(len(rows), width, dtype=self._dtype)
         if not len(token_ids):
-            return
+            return computed
         parts, plan = self._parts, self._plans[kv_cache.dtype]
         kv_layer = kv_cache[:, 0]
         shapes = [
@@ -180,27 +147,24 @@ class NativeStep:
             RotateShape.of(len(token_ids), heads, (plan.qkv, parts.head_dim), each, kv_layer) for each in rotations
         ]
         turn_addresses = (c_void_p * len(turns))(*map(ctypes.addressof, turns))
-        step = _Step(
+        native = _Step(
             *(token_ids.data_ptr(), rows.data_ptr(), ctypes.addressof(addresses), ctypes.addressof(turn_addresses)),
-            *(kv_cache.data_ptr(), hidden, logits, len(token_ids), len(rows)),
+            kv_cache.data_ptr(),
+            *((None, computed.data_ptr()) if projects else (computed.data_ptr(), None)),
+            *(len(token_ids), len(rows)),
             *(kv_cache.shape[0] * kv_cache.shape[4], len(shapes), len(turns)),
             kv_cache.stride(1) * kv_cache.element_size(),
             None if self.clock is None else self.clock.address,
         )
         fault = c_int64()
-        self._call(ctypes.addressof(plan), ctypes.addressof(step), ctypes.addressof(fault))
+        self._call(ctypes.addressof(plan), ctypes.addressof(native), ctypes.addressof(fault))
         if fault.value:
             raise InternalError(f"{_FAULTS[fault.value]}: out of range in a step of {len(token_ids)} tokens")
+        return computed
 
-    def _check_tensors(
-        self,
-        token_ids: torch.Tensor,
-        rotations: Sequence[Rotation],
-        kv_cache: torch.Tensor,
-        metadata: AttentionMetadata,
-        rows: torch.Tensor,
-    ) -> None:
+    def _check_tensors(self, step: StepInputs, rotations: Sequence[Rotation]) -> None:
         """Raises InternalError by name."""
+        token_ids, _, kv_cache, metadata, rows = step
         parts, cpu = self._parts, torch.device("cpu")
         dims = Dims(KV=2, L=len(parts.layers), Hkv=parts.num_kv_heads, D=parts.head_dim)
         dims.check("kv_cache", kv_cache, ("N", "L", "KV", "Hkv", "S", "D"), kv_cache.dtype, cpu)

@@ -16,7 +16,7 @@ import torch
 from kernels.cpu.library import Library
 from kernels.cpu.packed_memory import PackedMemory
 from kernels.gates import Activation, ClampedSwiglu, Gate
-from kernels.operations import LinearMap, PlainLinear
+from kernels.operations import LinearMap
 from kernels.spec import Dims
 from tandem.errors import InternalError
 
@@ -54,38 +54,18 @@ class Product(ctypes.Structure):
         return cls(form, num_inputs, outputs, _GATES[gate], group)
 
 
-def open_linear(library: Library, weight: torch.Tensor, bias: torch.Tensor | None) -> LinearMap:
-    """The fastest map for `weight` `[out, in]` and `bias` `[out]`. Raises InternalError if they do not fit."""
-    _check(weight, bias)
-    return _open(library, weight, bias, None) if weight.dtype in FORMS else PlainLinear(weight, bias)
+def open_linear(
+    library: Library, weight: torch.Tensor, bias: torch.Tensor | None, gate: Gate | None
+) -> NativeLinear | None:
+    """The map for `weight` `[out, in]` and `bias` `[out]`; with a `gate` of activated gates times ups, rounded once.
 
-
-def open_gated_linear(
-    library: Library, weight: torch.Tensor, bias: torch.Tensor | None, gate: Gate
-) -> LinearMap | None:
-    """The map with activated gates times ups, rounded once, for `weight` `[2 * I, in]` and `bias` `[2 * I]`.
-
-    None where it is not made in one. Raises InternalError if they do not fit.
+    None where the weight's dtype is none of `FORMS`. Raises InternalError if weight and bias do not fit.
     """
-    if _check(weight, bias)["out"] % 2:
-        raise InternalError(f"weight: {len(weight)} rows are not as many of gate and up")
-    return _open(library, weight, bias, gate) if weight.dtype in FORMS else None
-
-
-def open_embedding(library: Library, linear: LinearMap) -> PackedEmbedding | None:
-    """The rows of the weight of `linear`; None if it is not a packed plain one."""
-    return PackedEmbedding(library, linear) if isinstance(linear, NativeLinear) and linear.is_plain else None
-
-
-def _check(weight: torch.Tensor, bias: torch.Tensor | None) -> Dims:
     dims = Dims()
     dims.check("weight", weight, ("out", "in"), weight.dtype, weight.device)
-    if bias is not None:
-        dims.check("bias", bias, ("out",), weight.dtype, weight.device)
-    return dims
-
-
-def _open(library: Library, weight: torch.Tensor, bias: torch.Tensor | None, gate: Gate | None) -> NativeLinear:
+    check_outputs(dims, bias, weight.dtype, weight.device, is_gated=gate is not None)
+    if weight.dtype not in FORMS:
+        return None
     form, suffix = FORMS[weight.dtype]
     product = Product.of(form, weight.shape[1], weight.shape[0], gate)
     address, num_bytes = ctypes.addressof(product), c_int64()
@@ -95,6 +75,21 @@ def _open(library: Library, weight: torch.Tensor, bias: torch.Tensor | None, gat
     pack = library.bind(f"pack_{suffix}", c_void_p, c_void_p, c_int64, c_void_p)
     pack(address, weight.data_ptr(), weight.stride(0), packed.data_ptr())
     return NativeLinear(library, product, (packed,), bias, weight.dtype)
+
+
+def check_outputs(
+    dims: Dims, bias: torch.Tensor | None, dtype: torch.dtype, device: torch.device, *, is_gated: bool
+) -> None:
+    """Checks the bias of a weight with `dims["out"]` rows, and that gates and ups are equally many."""
+    if bias is not None:
+        dims.check("bias", bias, ("out",), dtype, device)
+    if is_gated and dims["out"] % 2:
+        raise InternalError(f"weight: {dims['out']} rows are not as many of gate and up")
+
+
+def open_embedding(library: Library, linear: LinearMap) -> PackedEmbedding | None:
+    """The rows of the weight of `linear`; None if it is not a packed plain one."""
+    return PackedEmbedding(library, linear) if isinstance(linear, NativeLinear) and linear.is_plain else None
 
 
 class NativeLinear:

@@ -15,11 +15,10 @@ import torch
 
 from kernels.cpu.experts import open_experts
 from kernels.cpu.library import Library
-from kernels.cpu.linear import open_embedding, open_gated_linear, open_linear
+from kernels.cpu.linear import NativeLinear, open_embedding, open_linear
 from kernels.cpu.quantized import can_keep, open_quantized
-from kernels.gate_products import gate_product
 from kernels.gates import Activation, Gate
-from kernels.operations import ActivatedLinear, Embedding, ExpertMaps, LinearMap, QkNorm, Rotation, Routing
+from kernels.operations import Embedding, ExpertMaps, LinearMap, Operations, PlainLinear, QkNorm, Rotation, Routing
 from kernels.quantized import QuantizedWeight, dequantized
 from kernels.spec import Dims, check_block_pairs, check_rotate_and_store
 from tandem.errors import InternalError
@@ -71,7 +70,7 @@ class _Calls:
         """By what the pool holds."""
 
 
-class CpuOperations:
+class CpuOperations(Operations):
     """Implements `kernels.operations.Operations` for float32, bfloat16 and float16 on the CPU.
 
     Keeps the last step's rotation, which its layers share, to check it once. For one thread.
@@ -96,9 +95,7 @@ class CpuOperations:
 
     def linear(self, weight: torch.Tensor | QuantizedWeight, bias: torch.Tensor | None) -> LinearMap:
         """See `Operations.linear`; what is returned may hold a packed copy instead of `weight`."""
-        if isinstance(weight, QuantizedWeight) and can_keep(weight):
-            return open_quantized(self._library, weight, bias, None)
-        return open_linear(self._library, dequantized(weight), bias)
+        return self._native(weight, bias, None) or PlainLinear(dequantized(weight), bias)
 
     def tied_embedding(self, linear: LinearMap) -> Embedding | None:
         """See `Operations.tied_embedding`."""
@@ -108,13 +105,14 @@ class CpuOperations:
         self, weight: torch.Tensor | QuantizedWeight, bias: torch.Tensor | None, gate: Gate = Activation.SILU
     ) -> LinearMap:
         """See `Operations.gated_linear`; rounded once where the weight is packed, else as two operations."""
+        return self._native(weight, bias, gate) or super().gated_linear(weight, bias, gate)
+
+    def _native(
+        self, weight: torch.Tensor | QuantizedWeight, bias: torch.Tensor | None, gate: Gate | None
+    ) -> NativeLinear | None:
         if isinstance(weight, QuantizedWeight) and can_keep(weight):
             return open_quantized(self._library, weight, bias, gate)
-        plain = dequantized(weight)
-        fused = open_gated_linear(self._library, plain, bias, gate)
-        if fused is None:
-            return ActivatedLinear(self.linear(plain, bias), gate_product(gate, self.silu_mul))
-        return fused
+        return open_linear(self._library, dequantized(weight), bias, gate)
 
     def experts(
         self,

@@ -10,11 +10,10 @@ import torch
 from torch.nn import functional as F
 
 from kernels.cpu.library import Library
-from kernels.cpu.linear import MEMORY, NativeLinear, Product
+from kernels.cpu.linear import MEMORY, NativeLinear, Product, check_outputs
 from kernels.gates import Gate
 from kernels.quantized import QuantForm, QuantizedWeight
 from kernels.spec import Dims
-from tandem.errors import InternalError
 
 _FORMS = {QuantForm.INT8: 16, QuantForm.INT4: 17, QuantForm.FP8: 18}
 """Number of each form, as `product::QuantizedForm` numbers them."""
@@ -36,15 +35,12 @@ def can_keep(weight: QuantizedWeight) -> bool:
 def open_quantized(
     library: Library, weight: QuantizedWeight, bias: torch.Tensor | None, gate: Gate | None
 ) -> NativeLinear:
-    """The map of a weight that `can_keep`, as `open_gated_linear` if there is a `gate`.
+    """The map of a weight that `can_keep`, as `open_linear` makes that of a plain one.
 
     Raises InternalError, by name, if `bias` or the rows do not fit.
     """
-    gated = gate is not None
-    if bias is not None:
-        Dims(out=weight.num_outputs).check("bias", bias, ("out",), weight.dtype, torch.device("cpu"))
-    if gated and weight.num_outputs % 2:
-        raise InternalError(f"weight: {weight.num_outputs} rows are not as many of gate and up")
+    gated, dims = gate is not None, Dims(out=weight.num_outputs)
+    check_outputs(dims, bias, weight.dtype, torch.device("cpu"), is_gated=gated)
     offsets = weight.offsets
     if offsets is not None and weight.form is QuantForm.INT4:
         offsets = (offsets.double() + _ZERO * weight.scales.double()).float()

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import cache
+from typing import Any
 
 import torch
 import triton
@@ -297,34 +298,20 @@ def decode(
 
 def compile_variants(arch: int) -> Iterator[Variant]:
     """Every head_dim and dtype with its shipped tiles; masks and other block sizes where they are common."""
+
+    def variant(head_dim: int, dtype: torch.dtype = torch.bfloat16, **kind: Any) -> Variant:
+        kind |= {"COUNTED": _COUNTED, **_SPLITTING}
+        return attention_variant(decode_kernel, "decode", arch, head_dim, dtype, **kind)
+
     for head_dim in (64, 80, 96, 128, 256):
-        for dtype in POINTERS:
-            yield _decode_variant(arch, head_dim, dtype, block_size=16, edges=False)
+        yield from (variant(head_dim, dtype) for dtype in POINTERS)
     for head_dim, block_size in ((128, 1), (256, 256)):
-        yield _decode_variant(arch, head_dim, torch.bfloat16, block_size, edges=True)
-    yield _decode_variant(arch, 64, torch.bfloat16, 16, edges=True, sunk=True)
-    for quant in QUANT.values():
-        yield _decode_variant(arch, 128, torch.bfloat16, 16, edges=False, quant=quant)
+        yield variant(head_dim, block_size=block_size, has_edges=True)
+    yield variant(64, has_edges=True, sunk=True)
+    yield from (variant(128, quant=quant) for quant in QUANT.values())
     for head_dim in (64, 80, 128, 256):
         yield _merge_variant(head_dim, sunk=False)
     yield _merge_variant(64, sunk=True)
-
-
-def _decode_variant(
-    arch: int,
-    head_dim: int,
-    dtype: torch.dtype,
-    block_size: int,
-    *,
-    edges: bool,
-    sunk: bool = False,
-    quant: int = 0,
-) -> Variant:
-    """`edges`: with sliding window and, without sinks, soft cap."""
-    config = attention_config("decode", head_dim, dtype, arch)
-    capped = edges and not sunk
-    constexprs = constants(config, head_dim, block_size, windowed=edges, capped=capped, sunk=sunk, quant=quant)
-    return attention_variant(decode_kernel, "decode", config, dtype, {**constexprs, "COUNTED": _COUNTED, **_SPLITTING})
 
 
 def _merge_variant(head_dim: int, *, sunk: bool) -> Variant:

@@ -5,13 +5,9 @@ Plain linear maps are left to cuBLAS.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 
-from kernels.gate_products import gate_product
-from kernels.gates import Activation, Gate
-from kernels.operations import ActivatedLinear, LinearMap, PlainLinear, QkNorm, Rotation, Routing
+from kernels.operations import LinearMap, Operations, PlainLinear, QkNorm, Rotation
 from kernels.quantized import QuantizedWeight, dequantized
 from kernels.triton.activation import silu_mul
 from kernels.triton.blocks import copy_blocks
@@ -20,7 +16,7 @@ from kernels.triton.quantized import QuantizedLinear, can_keep
 from kernels.triton.rotary import rotate_and_store
 
 
-class TritonOperations:
+class TritonOperations(Operations):
     """Implements `kernels.operations.Operations`; nothing synchronizes, so CUDA graphs can capture every call."""
 
     name = "triton"
@@ -34,24 +30,6 @@ class TritonOperations:
         if isinstance(weight, QuantizedWeight) and can_keep(weight):
             return QuantizedLinear.of(weight, bias)
         return PlainLinear(dequantized(weight), bias)
-
-    def tied_embedding(self, linear: LinearMap) -> None:
-        """See `Operations.tied_embedding`; holds a plain weight unchanged."""
-
-    def gated_linear(
-        self, weight: torch.Tensor | QuantizedWeight, bias: torch.Tensor | None, gate: Gate = Activation.SILU
-    ) -> LinearMap:
-        """See `Operations.gated_linear`; two operations, so gate and up are rounded too."""
-        return ActivatedLinear(self.linear(weight, bias), gate_product(gate, self.silu_mul))
-
-    def experts(
-        self,
-        router: LinearMap,
-        mlps: Sequence[tuple[LinearMap, LinearMap]],
-        routing: Routing,
-        shared_gate: LinearMap | None = None,
-    ) -> None:
-        """See `Operations.experts`; computes expert after expert."""
 
     def rotate_and_store(
         self, qkv: torch.Tensor, rotation: Rotation, qk_norm: QkNorm | None, kv_layer: torch.Tensor

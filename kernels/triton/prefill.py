@@ -11,6 +11,7 @@ Seqs that compute one token are left to `kernels.triton.decode`.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 import triton
@@ -236,36 +237,21 @@ def prefill(
     )  # fmt: skip
 
 
+def compile_variants(arch: int) -> Iterator[Variant]:
+    """Every head_dim and dtype with its shipped tiles; masks and large blocks where they are common."""
+
+    def variant(head_dim: int, dtype: torch.dtype = torch.bfloat16, **kind: Any) -> Variant:
+        context_n = _context_tile(attention_config("prefill", head_dim, dtype, arch))
+        return attention_variant(prefill_kernel, "prefill", arch, head_dim, dtype, CONTEXT_N=context_n, **kind)
+
+    for head_dim in (64, 80, 96, 128, 256):
+        yield from (variant(head_dim, dtype) for dtype in POINTERS)
+    for head_dim, block_size in ((64, 16), (128, 1), (128, 256), (256, 256)):
+        yield variant(head_dim, block_size=block_size, has_edges=True)
+    yield variant(64, has_edges=True, sunk=True)
+    yield from (variant(128, quant=quant) for quant in QUANT.values())
+
+
 def _context_tile(config: KernelConfig) -> int:
     """Keys of a tile read from the pool: their addresses, one per key, take registers that wide tiles lack."""
     return min(config.block_n, 64)
-
-
-def compile_variants(arch: int) -> Iterator[Variant]:
-    """Every head_dim and dtype with its shipped tiles; masks and large blocks where they are common."""
-    for head_dim in (64, 80, 96, 128, 256):
-        for dtype in POINTERS:
-            yield _variant(arch, head_dim, dtype, block_size=16, edges=False)
-    for head_dim, block_size in ((64, 16), (128, 1), (128, 256), (256, 256)):
-        yield _variant(arch, head_dim, torch.bfloat16, block_size, edges=True)
-    yield _variant(arch, 64, torch.bfloat16, 16, edges=True, sunk=True)
-    for quant in QUANT.values():
-        yield _variant(arch, 128, torch.bfloat16, 16, edges=False, quant=quant)
-
-
-def _variant(
-    arch: int,
-    head_dim: int,
-    dtype: torch.dtype,
-    block_size: int,
-    *,
-    edges: bool,
-    sunk: bool = False,
-    quant: int = 0,
-) -> Variant:
-    """`edges`: with sliding window and, without sinks, soft cap."""
-    config = attention_config("prefill", head_dim, dtype, arch)
-    capped = edges and not sunk
-    constexprs = constants(config, head_dim, block_size, windowed=edges, capped=capped, sunk=sunk, quant=quant)
-    constexprs["CONTEXT_N"] = _context_tile(config)
-    return attention_variant(prefill_kernel, "prefill", config, dtype, constexprs)

@@ -8,7 +8,6 @@ values.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -17,7 +16,7 @@ import triton.language as tl
 
 from kernels.attention import AttentionParams
 from kernels.quantized_kv import is_quantized, kv_scales
-from kernels.triton.configs import KernelConfig
+from kernels.triton.configs import AttentionKernel, KernelConfig, attention_config
 from kernels.triton.narrow import from_float8, from_int8
 from kernels.triton.variant import POINTERS, Variant
 
@@ -91,11 +90,25 @@ _STRIDES = (
 
 
 def attention_variant(
-    kernel: Any, name: str, config: KernelConfig, dtype: torch.dtype, constexprs: Mapping[str, int | bool]
+    kernel: Any,
+    name: AttentionKernel,
+    arch: int,
+    head_dim: int,
+    dtype: torch.dtype = torch.bfloat16,
+    block_size: int = 16,
+    *,
+    has_edges: bool = False,
+    sunk: bool = False,
+    quant: int = 0,
+    **constexprs: int,
 ) -> Variant:
-    """Returns one compilation of the prefill or the decode kernel, whose arguments have equal names."""
+    """One compilation of the prefill or the decode kernel, whose arguments have equal names.
+
+    With edges: with sliding window and, without sinks, soft cap. `constexprs`: of this kernel alone.
+    """
+    config, capped = attention_config(name, head_dim, dtype, arch), has_edges and not sunk
+    constexprs |= constants(config, head_dim, block_size, windowed=has_edges, capped=capped, sunk=sunk, quant=quant)
     edges = "".join(f" {name.lower()}" for name in ("WINDOWED", "CAPPED", "SUNK") if constexprs[name])
-    quant = constexprs["QUANT"]
     pool = {"kv_layer": "*i8", "scales": "*fp32"} if quant else dict.fromkeys(("kv_layer", "scales"), POINTERS[dtype])
     return Variant(
         kernel=kernel,
@@ -103,14 +116,14 @@ def attention_variant(
             **dict.fromkeys(("q", "k", "v", "out"), POINTERS[dtype]),
             **pool,
             **dict.fromkeys(("partial_out", "partial_lse"), "*fp32"),
-            "sinks": "*fp32" if constexprs["SUNK"] else POINTERS[dtype],
+            "sinks": "*fp32" if sunk else POINTERS[dtype],
             **dict.fromkeys(("cu_seqlens_q", "seq_lens", "block_tables"), "*i32"),
             "stride_block": "i64",
             **dict.fromkeys(("cap_factor", "factor"), "fp32"),
         },
         constexprs=constexprs,
         num_warps=config.num_warps,
-        label=f"{name} {dtype} D={constexprs['HEAD_DIM']} S={constexprs['BLOCK_SIZE']}{edges}{QUANT_LABELS[quant]}",
+        label=f"{name} {dtype} D={head_dim} S={block_size}{edges}{QUANT_LABELS[quant]}",
         num_stages=config.num_stages,
         aligned=frozenset(_STRIDES),
     )

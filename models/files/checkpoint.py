@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -16,12 +15,13 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+from models.config_json import ConfigJson
 from models.files.gguf import SUFFIX, find_gguf, read_gguf
 from models.files.language_part import language_config
 from models.files.model_path import check_model_path
 from models.files.read_files import ReadFiles
 from models.files.tokenizer_file import find_tokens
-from tandem.errors import CheckpointError, ConfigError
+from tandem.errors import ConfigError
 from tandem.types import TokenId
 
 DEMO = "demo"
@@ -112,16 +112,16 @@ def read_checkpoint(model: str) -> CheckpointInfo:
     gguf = find_gguf(path)
     folder = path if path.is_dir() else path.parent
     read = ReadFiles(*(folder / name for name in _FINGERPRINTED), *([gguf] if gguf else []))
-    config = _Document.read(path / "config.json") if gguf is None else _Document(gguf, read_gguf(gguf).config())
-    config = replace(config, values=language_config(config.values))
-    generation = _Document.read(folder / "generation_config.json", optional=True)
-    vocab_size = config.integer("vocab_size", low=1)
+    given = ConfigJson.read(path / "config.json") if gguf is None else ConfigJson(gguf, read_gguf(gguf).config())
+    config = ConfigJson(given.path, language_config(given.items))
+    generation = ConfigJson.read(folder / "generation_config.json", optional=True)
+    vocab_size = config.integer("vocab_size")
     ends = _eos_token_ids(generation, vocab_size) or _eos_token_ids(config, vocab_size)
     info = CheckpointInfo(
         name=DEMO if model == DEMO else Path(os.path.abspath(named)).name,  # that of a link, not of what it leads to
         path=path,
-        config=MappingProxyType(dict(config.values)),
-        family=config.string("model_type"),
+        config=MappingProxyType(dict(config.items)),
+        family=config.text("model_type"),
         vocab_size=vocab_size,
         context_tokens=_context_tokens(config),
         eos_token_ids=ends | _tokenizer_ends(config, folder, vocab_size, is_gguf=gguf is not None),
@@ -133,111 +133,60 @@ def read_checkpoint(model: str) -> CheckpointInfo:
     return info
 
 
-@dataclass(frozen=True, slots=True)
-class _Document:
-    """A JSON file whose keys are checked as soon as a caller reads a key."""
-
-    path: Path
-    values: Mapping[str, Any]
-
-    @classmethod
-    def read(cls, path: Path, *, optional: bool = False) -> _Document:
-        if optional and not path.exists():
-            return cls(path, {})
-        try:
-            values = json.loads(path.read_text(encoding="utf-8"))
-        except FileNotFoundError as error:
-            raise CheckpointError(f"{path}: no such file") from error
-        except (OSError, ValueError) as error:
-            raise CheckpointError(
-                f"{path}: not readable as JSON ({type(error).__name__}): download it again"
-            ) from error
-        if not isinstance(values, dict):
-            raise CheckpointError(f"{path}: not a JSON object")
-        return cls(path, values)
-
-    def error(self, key: str, problem: str) -> CheckpointError:
-        return CheckpointError(f"{self.path}: {key}: {problem}")
-
-    def string(self, key: str) -> str:
-        value = self.values.get(key)
-        if not isinstance(value, str) or not value:
-            raise self.error(key, "must be text")
-        return value
-
-    def integer(self, key: str, low: int) -> int:
-        value = self.values.get(key)
-        if not isinstance(value, int) or isinstance(value, bool) or value < low:
-            raise self.error(key, f"must be a whole number of at least {low}")
-        return value
-
-    def number(self, key: str) -> float | int | None:
-        value = self.values.get(key)
-        if value is None:
-            return None
-        if not isinstance(value, int | float) or isinstance(value, bool) or not math.isfinite(value):
-            raise self.error(key, "must be a finite number")
-        return value
-
-
-def _context_tokens(config: _Document) -> int:
-    trained = config.integer("max_position_embeddings", low=1)
-    if config.values.get("model_type") in {"gemma3_text", "phi3"}:  # of a scaled rope, max_position_embeddings is that
+def _context_tokens(config: ConfigJson) -> int:
+    trained = config.integer("max_position_embeddings")
+    if config.items.get("model_type") in {"gemma3_text", "phi3"}:  # of a scaled rope, max_position_embeddings is that
         return trained
-    rope = config.values.get("rope_scaling") or config.values.get("rope_parameters") or {}
-    if not isinstance(rope, dict):
-        raise config.error("rope_scaling", "must be an object")
-    kind = rope.get("rope_type", rope.get("type"))
-    if kind not in _FACTOR_ROPES or rope.get("factor") is None:  # yarn infers a factor that leads here
+    rope = config.section("rope_scaling" if config.items.get("rope_scaling") else "rope_parameters")
+    kind = rope.items.get("rope_type", rope.items.get("type"))
+    if kind not in _FACTOR_ROPES or not rope.has("factor"):  # yarn infers a factor that leads here
         return trained
-    scaling = _Document(config.path, rope)
-    if kind == "yarn":
-        key = "original_max_position_embeddings"  # outside of the rope section it takes precedence
-        holder = next((each for each in (config, scaling) if each.values.get(key) is not None), None)
-        trained = trained if holder is None else holder.integer(key, low=1)
-    return int(trained * (scaling.number("factor") or 1.0))
+    if kind == "yarn":  # outside of the rope section it takes precedence
+        key = "original_max_position_embeddings"
+        trained = (config if config.has(key) else rope).integer(key, trained)
+    return int(trained * rope.number("factor"))
 
 
-def _eos_token_ids(document: _Document, vocab_size: int) -> frozenset[TokenId]:
-    value = document.values.get("eos_token_id")
+def _eos_token_ids(document: ConfigJson, vocab_size: int) -> frozenset[TokenId]:
+    value = document.items.get("eos_token_id")
     ids = [] if value is None else value if isinstance(value, list) else [value]
     if not all(isinstance(each, int) and not isinstance(each, bool) and 0 <= each < vocab_size for each in ids):
         raise document.error("eos_token_id", f"must be a token id below {vocab_size}, or a list of them")
     return frozenset(TokenId(each) for each in ids)
 
 
-def _tokenizer_ends(config: _Document, folder: Path, vocab_size: int, *, is_gguf: bool) -> frozenset[TokenId]:
+def _tokenizer_ends(config: ConfigJson, folder: Path, vocab_size: int, *, is_gguf: bool) -> frozenset[TokenId]:
     """The tokenizer's `eos_token`, which is all that many fine-tunes change, and, of GGUF files of Gemma 3,
     `<end_of_turn>`, which they seldom name.
     """
-    documents = (_Document.read(folder / each, optional=True) for each in _SPECIAL_TOKENS)
-    token = next(filter(None, (each.values.get("eos_token") for each in documents)), None)
+    documents = (ConfigJson.read(folder / each, optional=True) for each in _SPECIAL_TOKENS)
+    token = next(filter(None, (each.items.get("eos_token") for each in documents)), None)
     ends = [token.get("content") if isinstance(token, dict) else token]
-    if is_gguf and config.values["model_type"] == "gemma3_text":
+    if is_gguf and config.items["model_type"] == "gemma3_text":
         ends.append("<end_of_turn>")
     found = find_tokens(folder, [name for name in ends if isinstance(name, str)])
     return frozenset(TokenId(each) for each in found if each < vocab_size)
 
 
-def _generation_defaults(generation: _Document) -> Mapping[str, float | int]:
-    found = {key: value for key in _SAMPLING_DEFAULTS if (value := generation.number(key)) is not None}
-    if generation.values.get("do_sample") is False:
+def _generation_defaults(generation: ConfigJson) -> Mapping[str, float | int]:
+    found = {key: generation.number(key, is_signed=True) for key in _SAMPLING_DEFAULTS if generation.has(key)}
+    if generation.items.get("do_sample") is False:
         found["temperature"] = 0.0  # an explicit no; where the key is missing, temperature decides
     for key, value in found.items():
         low, high = _SAMPLING_DEFAULTS[key]
         if key == "top_k" and value == -1:
             found[key] = 0  # as vLLM writes "all"
         elif not low <= value <= high or (key == "top_k" and value != int(value)):
-            raise generation.error(key, f"{value} is not in [{low:g}, {high:g}]")
-    return MappingProxyType(found)
+            raise generation.error(key, f"{value:g} is not in [{low:g}, {high:g}]")
+    return MappingProxyType({key: int(value) if key == "top_k" else value for key, value in found.items()})
 
 
-def _fingerprint(folder: Path, config: _Document) -> str:
+def _fingerprint(folder: Path, config: ConfigJson) -> str:
     digest = hashlib.blake2b(digest_size=16)
     for name in _FINGERPRINTED:
         file = folder / name
         content = file.read_bytes() if file.exists() else b""
         if config.path.suffix == SUFFIX and name == "config.json":
-            content = json.dumps(config.values, sort_keys=True).encode()
+            content = json.dumps(config.items, sort_keys=True).encode()
         digest.update(f"{name}:{len(content)}:".encode() + content)
     return digest.hexdigest()

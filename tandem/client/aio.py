@@ -138,13 +138,11 @@ class AsyncClient(Caller):
         raise DeadlineExceeded(f"{self._target} is not ready after {timeout_s:g} s: {why}")
 
     async def _call(self, method: Callable[..., Any], request: Any, timeout_s: float | None) -> Any:
-        """Returns the answer of a unary call."""
         async with self._translated():
             return await method(request, timeout=timeout_s, metadata=self._metadata())
 
     @contextlib.asynccontextmanager
     async def _stream(self, method: Callable[..., Any], request: Any, timeout_s: float | None) -> AsyncIterator[Any]:
-        """Yields the messages of a call. Leaving the iterator cancels the call."""
         async with self._translated():
             call = method(request, timeout=timeout_s, metadata=self._metadata())
             try:
@@ -158,7 +156,6 @@ class AsyncClient(Caller):
 
     @contextlib.asynccontextmanager
     async def _translated(self) -> AsyncIterator[None]:
-        """Translates gRPC errors into Tandem's."""
         self._check_open()
         try:
             yield

@@ -134,13 +134,11 @@ class Client(Caller):
         raise DeadlineExceeded(f"{self._target} is not ready after {timeout_s:g} s: {why}")
 
     def _call(self, method: Callable[..., Any], request: Any, timeout_s: float | None) -> Any:
-        """Returns the answer of a unary call."""
         with self._translated():
             return method(request, timeout=timeout_s, metadata=self._metadata())
 
     @contextlib.contextmanager
     def _stream(self, method: Callable[..., Any], request: Any, timeout_s: float | None) -> Iterator[Any]:
-        """Yields the messages of a call. Leaving the iterator cancels the call."""
         with self._translated():
             call = method(request, timeout=timeout_s, metadata=self._metadata())
             try:
@@ -150,7 +148,6 @@ class Client(Caller):
 
     @contextlib.contextmanager
     def _translated(self) -> Iterator[None]:
-        """Translates gRPC errors into Tandem's."""
         try:
             yield
         except grpc.RpcError as error:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import sys
-from pathlib import Path
 from types import ModuleType
 
 import pytest
@@ -41,12 +40,4 @@ def flags_of(page: str) -> set[str]:
 
 def test_more_options_than_somebody_reads_are_noticed(check: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(check, "MOST_OPTIONS", len(check.of_processes()) - 1)
-    assert check.main() == 1
-
-
-def test_a_stale_page_is_noticed(check: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(sys, "argv", ["options_page.py"])
-    monkeypatch.setattr(check, "PAGE", tmp_path / "options.md")
-    assert check.main() == 1
-    check.PAGE.write_text(check.page().replace("--block-size", "--blocksize"))
     assert check.main() == 1

@@ -148,13 +148,6 @@ KEDA = pytest.mark.parametrize("name", [name for name, kind in VARIANTS.items() 
 
 
 @KEDA
-def test_keda_leaves_a_pool_as_it_is_while_nothing_is_measured(name: str) -> None:
-    for scaled in of_kind(overlay(name), "ScaledObject"):
-        assert "fallback" not in scaled["spec"]  # it would be set at once, past the pace of scaleDown
-        assert all(each["metadata"]["ignoreNullValues"] == "false" for each in scaled["spec"]["triggers"])
-
-
-@KEDA
 def test_keda_s_queries_look_at_this_namespace_and_at_a_container_that_is_there(name: str) -> None:
     manifests = overlay(name)
     names = {each.name for each in containers(manifests)}
@@ -206,10 +199,3 @@ def test_a_plan_s_thresholds_take_the_place_of_those_in_the_manifests(name: str,
         found = {measure.metric: measure.value for measure in after.measures}
         assert found == pytest.approx(planned[before.role], abs=5e-4)
         assert dataclasses.replace(after, measures=before.measures) == before
-
-
-def test_a_threshold_is_never_0_which_autoscalers_refuse(tmp_path: Path) -> None:
-    write_component(tmp_path / "thresholds", {"prefill": dict.fromkeys(FOLLOWED["prefill"], 0.0)})
-    manifests = own_overlay(tmp_path, {"resources": ["../autoscale-hpa"], "components": ["thresholds"]})
-    (prefill,) = (each for each in autoscalers(manifests) if each.role == "prefill")
-    assert prefill.measures[0].value == 0.001

@@ -107,11 +107,6 @@ def test_values_reach_their_places(tmp_path: Path) -> None:
     assert volume["image"]["reference"] == "registry.example.com/model:1"
 
 
-def test_a_router_can_have_options_of_its_own(tmp_path: Path) -> None:
-    manifests = rendered(tmp_path, values(router={"options": {"TANDEM_MAX_PRIORITY": "1"}}))
-    assert container(manifests, "router").config().max_priority == 1  # type: ignore[union-attr]
-
-
 def test_pods_roll_when_options_change(tmp_path: Path) -> None:
     def annotations(**options: str) -> list[Any]:
         deployments = of_kind(rendered(tmp_path, values(options=options)), "Deployment")

@@ -6,11 +6,9 @@ import re
 import subprocess
 import sys
 import tomllib
-from pathlib import Path
 
 import pytest
 
-import tandem
 from tests.deploy.dockerfile import Stage, ignored, parse
 from tests.deploy.manifests import DEPLOY, ROOT, overlay
 from tests.deploy.pods import COMMANDS, containers
@@ -21,7 +19,6 @@ EVERY_IMAGE = pytest.mark.parametrize(("file", "target"), sorted(SHIPPED))
 EVERY_FILE = pytest.mark.parametrize("file", sorted(FILES))
 IGNORE = (ROOT / ".dockerignore").read_text()
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
-CLIENT = tomllib.loads((DEPLOY / "client/pyproject.toml").read_text())
 DEPENDENCIES = PROJECT["tool"]["tandem"]["dependencies"]
 
 
@@ -118,26 +115,6 @@ def test_what_is_copied_by_name_is_in_the_repository_and_in_the_context(file: st
                 assert not any(ignored(IGNORE, source) for source in sources if source != ".")
 
 
-def test_the_context_holds_every_package_and_all_that_a_build_reads() -> None:
-    needed = [
-        "pyproject.toml",
-        "setup.py",
-        "constraints.txt",
-        PROJECT["project"]["readme"],
-        "kernels/cpu/src/linear.cpp",
-    ]
-    needed += [
-        "LICENSE",
-        *(f"deploy/client/{name}" for name in ("pyproject.toml", "setup.py", "LICENSE")),
-    ]
-    for project in (PROJECT, CLIENT):
-        needed += [f"{package.replace('.', '/')}/__init__.py" for package in project["tool"]["setuptools"]["packages"]]
-    needed += ["models/demo/checkpoint/model.safetensors"]
-    for path in needed:
-        assert (ROOT / path).exists(), path
-        assert not ignored(IGNORE, path), path
-
-
 @pytest.mark.parametrize(
     "path",
     [
@@ -163,18 +140,6 @@ def test_the_router_s_image_installs_no_extra_and_so_no_torch() -> None:
     assert not any(re.match(r"torch|numpy|triton|flash", each) for each in DEPENDENCIES)
 
 
-@EVERY_IMAGE
-def test_an_image_says_what_it_is(file: str, target: str) -> None:
-    prefix = "org.opencontainers.image."
-    labels = dict(re.findall(rf'{prefix}(\w+)="([^"]*)"', FILES[file][target].last("LABEL")))
-    assert labels.pop("description")
-    assert labels == {
-        "title": f"tandem-{file}",
-        "version": tandem.__version__,
-        "licenses": PROJECT["project"]["license"],
-    }
-
-
 @pytest.mark.parametrize("stage", ["build-cpu", "build-cuda"])
 def test_a_worker_s_image_has_the_kernels_of_every_processor(stage: str) -> None:
     runs = FILES["worker"][stage].all("RUN")
@@ -193,16 +158,6 @@ def test_dependencies_installed_before_the_source_are_all_that_it_asks_for(extra
     }
     listed = done.stdout.splitlines()
     assert sorted(listed) == sorted(each for each in wanted if not each.startswith("tandem-serving"))
-
-
-@EVERY_FILE
-def test_a_change_of_the_source_installs_no_dependency_again(file: str) -> None:
-    for stage in FILES[file].values():
-        words = [f"{each.word} {each.rest}" for each in stage.instructions]
-        if "COPY . ." in words:
-            after = [word for word in words[words.index("COPY . .") :] if " install " in word]
-            assert after
-            assert all("--no-deps" in word for word in after)
 
 
 WITHOUT_WORKERS = """
@@ -242,11 +197,3 @@ def test_every_module_of_the_router_s_image_imports_with_base_dependencies_alone
         [sys.executable, "-c", program], capture_output=True, text=True, check=False, cwd=ROOT, timeout=60
     )
     assert done.returncode == 0, done.stderr
-
-
-def test_a_module_that_needs_more_is_noticed(tmp_path: Path) -> None:
-    program = WITHOUT_WORKERS.format(names={"jinja2"})
-    done = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, check=False, cwd=ROOT, timeout=60
-    )
-    assert "No module named 'jinja2" in done.stderr

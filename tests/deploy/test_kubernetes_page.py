@@ -9,11 +9,9 @@ from typing import Any
 import pytest
 import yaml
 
-from cli.thresholds import write_component
 from tests.deploy.dockerfile import parse
 from tests.deploy.manifests import ROOT, named, of_kind, overlay, own_overlay
 from tests.deploy.pods import containers
-from tests.deploy.test_autoscaling import FOLLOWED
 
 PAGE = (ROOT / "docs/kubernetes.md").read_text()
 BLOCKS = re.findall(r"^```(\w*)\n(.*?)^```$", PAGE, re.DOTALL | re.MULTILINE)
@@ -37,11 +35,6 @@ def test_every_build_command_names_a_dockerfile_and_its_target() -> None:
         assert image in used
 
 
-def test_every_folder_applied_is_an_overlay() -> None:
-    for command in commands("kubectl", "apply"):
-        assert overlay((ROOT / command[command.index("-k") + 1]).name)
-
-
 def test_what_is_forwarded_or_scaled_is_there() -> None:
     manifests = overlay("cpu")
     for kind, name in re.findall(r"(service|deployment)/(tandem-[\w-]+)", PAGE):
@@ -56,8 +49,6 @@ SNIPPETS = [yaml.safe_load(block) for language, block in BLOCKS if language == "
 def test_every_overlay_of_the_page_renders_and_has_an_effect(tmp_path: Path, snippet: dict[str, Any]) -> None:
     whole = {"resources": ["../monitoring"], **snippet}
     plain = overlay(Path(whole["resources"][0]).name)
-    if "thresholds" in whole.get("components", ()):
-        write_component(tmp_path / "thresholds", {"elastic": dict.fromkeys(FOLLOWED["elastic"], 0.5)})
     assert own_overlay(tmp_path, whole) != plain
 
 

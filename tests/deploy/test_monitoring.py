@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import json
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import yaml
 
-from tests.deploy.manifests import DEPLOY, Manifest, composed, matches, named, of_kind, overlay
+from tests.deploy.manifests import DEPLOY, composed, matches, named, of_kind, overlay
 from tests.deploy.pods import containers
 from tests.programs import program
-from tests.scripts import load_script
 
 MONITORED = pytest.mark.parametrize("name", ["monitoring", "autoscale-hpa", "autoscale-keda", "elastic-hpa"])
 
@@ -64,17 +61,6 @@ def test_the_rules_are_those_of_prometheus_alone() -> None:
     assert sorted(groups, key=lambda g: g["name"]) == sorted(wanted, key=lambda g: g["name"])
 
 
-def test_stale_rules_are_noticed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    check = load_script(".ci/checks/prometheus_rule.py")
-    monkeypatch.setattr(sys, "argv", ["prometheus_rule.py"])
-    assert check.main() == 0
-    stale = tmp_path / "deploy.yaml"
-    stale.write_text(check.manifest(check.RULES[:1]))
-    monkeypatch.setattr(check, "MANIFEST", stale)
-    monkeypatch.setattr(check, "ROOT", tmp_path)
-    assert check.main() == 1
-
-
 def test_prometheus_accepts_the_rules_as_rendered(tmp_path: Path) -> None:
     spec = named(overlay("monitoring"), "PrometheusRule", "tandem")["spec"]
     file = tmp_path / "rules.yml"
@@ -83,13 +69,3 @@ def test_prometheus_accepts_the_rules_as_rendered(tmp_path: Path) -> None:
         [program("promtool"), "check", "rules", str(file)], capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stderr
-
-
-def dashboards(manifests: list[Manifest]) -> list[Manifest]:
-    return [each for each in of_kind(manifests, "ConfigMap") if "grafana_dashboard" in each["metadata"]["labels"]]
-
-
-def test_the_dashboard_is_where_grafana_s_sidecar_looks() -> None:
-    (dashboard,) = dashboards(overlay("monitoring"))
-    (text,) = dashboard["data"].values()
-    assert json.loads(text) == json.loads((DEPLOY / "grafana/tandem.json").read_text())

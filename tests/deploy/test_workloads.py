@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -12,10 +11,8 @@ import pytest
 import tandem
 from cli.serve import fleet_devices
 from shell.config import DecodeConfig, ElasticConfig, PrefillConfig, RouterConfig, WorkerConfig
-from tandem.errors import ConfigError
 from tandem.security.exposure import check_exposure
 from tests.deploy.manifests import (
-    COMPONENTS,
     DEPLOY,
     OVERLAYS,
     Manifest,
@@ -51,14 +48,6 @@ def listening_ports(each: Container) -> set[int]:
     return ports | {config.kv_port} if isinstance(config, DecodeConfig) else ports
 
 
-def test_the_overlays_are_those_that_the_documents_name() -> None:
-    assert {"cpu", "gpu-same-pod", "gpu-nccl", "gpu-nixl", "autoscale-hpa", "autoscale-keda", "monitoring"} <= set(
-        OVERLAYS
-    )
-    page = (DEPLOY.parent / "docs/kubernetes.md").read_text()
-    assert [name for name in (*OVERLAYS, *COMPONENTS) if f"`{name}`" not in page] == []
-
-
 @EVERY_OVERLAY
 def test_every_container_starts_a_process_that_accepts_its_arguments_and_environment(name: str) -> None:
     configs = [config for each in containers(overlay(name)) for config in each.configs()]
@@ -67,50 +56,11 @@ def test_every_container_starts_a_process_that_accepts_its_arguments_and_environ
     assert len({config.model for config in configs}) == 1
 
 
-@pytest.mark.parametrize(
-    "spoil",
-    [
-        {"name": "TANDEM_NO_SUCH_OPTION", "value": "1"},
-        {"name": "TANDEM_THREADS", "value": "many"},
-        {"name": "TANDEM_TRANSPORT", "value": "pigeon"},
-    ],
-    ids=lambda entry: entry["name"],
-)
-def test_a_variable_that_tandem_refuses_is_noticed(spoil: dict[str, str]) -> None:
-    decode = container(overlay("cpu"), "decode")
-    decode.spec["env"].append(spoil)
-    with pytest.raises(ConfigError):
-        decode.config()
-
-
-def test_an_argument_that_tandem_refuses_is_noticed(capsys: pytest.CaptureFixture[str]) -> None:
-    decode = container(overlay("cpu"), "decode")
-    decode.spec["args"].append("--no-such-option")
-    with pytest.raises(SystemExit):
-        decode.config()
-    assert "--no-such-option" in capsys.readouterr().err
-
-
-def test_variables_that_kubernetes_sets_for_services_are_no_options() -> None:
-    router = container(overlay("cpu"), "router")
-    router.workload["spec"]["template"]["spec"]["enableServiceLinks"] = True
-    assert any(name.startswith("TANDEM_ROUTER_") for name in router.environment())
-    assert router.config() == container(overlay("cpu"), "router").config()
-
-
 @EVERY_OVERLAY
 def test_what_is_listened_on_is_what_is_declared(name: str) -> None:
     for each in containers(overlay(name)):
         assert listening_ports(each) == set(each.ports.values()), each.name
         assert each.config().listen.startswith("0.0.0.0:")
-
-
-@EVERY_OVERLAY
-def test_containers_of_one_pod_share_no_port_and_no_port_name(name: str) -> None:
-    ports: Counter[tuple[str, object]] = Counter()
-    for each in containers(overlay(name)):
-        ports.update((each.workload["metadata"]["name"], port) for item in each.ports.items() for port in item)
-    assert [port for port, count in ports.items() if count > 1] == []
 
 
 @EVERY_OVERLAY
@@ -228,14 +178,6 @@ def test_a_pod_below_the_standard_is_noticed(spoil: object, complaint: str) -> N
 
 
 @EVERY_OVERLAY
-def test_service_accounts_are_there_and_carry_no_token(name: str) -> None:
-    manifests = overlay(name)
-    for each in containers(manifests):
-        account = named(manifests, "ServiceAccount", each.pod["serviceAccountName"])
-        assert account["automountServiceAccountToken"] is False
-
-
-@EVERY_OVERLAY
 def test_only_the_overlay_for_trying_out_is_insecure(name: str) -> None:
     for each in containers(overlay(name)):
         security = each.config().security
@@ -253,14 +195,6 @@ def test_every_port_may_be_opened_with_the_security_given(name: str) -> None:
 def check_ports(each: Container) -> None:
     config = each.config()
     check_exposure(config.security, (("--listen", config.listen), ("--admin-listen", config.admin_listen)))
-
-
-def test_a_port_that_tandem_would_not_open_is_noticed() -> None:
-    manifests = overlay("cpu")
-    for config_map in of_kind(manifests, "ConfigMap"):
-        config_map["data"].pop("TANDEM_TOKEN_FILE", None)
-    with pytest.raises(ConfigError, match="token-file"):
-        check_ports(container(manifests, "router"))
 
 
 @EVERY_OVERLAY
@@ -384,10 +318,3 @@ def name_complaints(manifests: list[Manifest]) -> list[str]:
         labels = manifest["metadata"].get("labels", {}) | template.get("metadata", {}).get("labels", {})
         wrong += [f"{key}={value}" for key, value in labels.items() if not LABEL.fullmatch(f"{key}={value}")]
     return wrong
-
-
-def test_a_name_that_kubernetes_would_refuse_is_noticed() -> None:
-    manifests = overlay("cpu")
-    container(manifests, "prefill").spec["ports"][0]["name"] = "grpc-for-prefill"
-    named(manifests, "Service", "tandem-decode")["metadata"]["labels"]["tandem/what is it"] = "x"
-    assert name_complaints(manifests) == ["grpc-for-prefill", "tandem/what is it=x"]

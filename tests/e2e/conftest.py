@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from bench.support import cluster
-from bench.support.cluster import Cluster, becomes_idle, eventually, open_command, serve
+from bench.support.cluster import Cluster, becomes_idle, open_command, serve
 from models.demo.text import Story, make_story
 from shell.telemetry.metric import Process
 from shell.telemetry.metric_names import REQUESTS
@@ -82,27 +82,6 @@ def client(demo_cluster: Cluster) -> Iterator[Client]:
         client.wait_ready(timeout_s=30)
         yield client
         assert nothing_runs(client), client.status()
-
-
-@pytest.fixture(scope="module")
-def running_pairs() -> Iterator[Client]:
-    """Two prefill and two decode workers, of which earlier tests of a file may have killed some."""
-    with serve("demo", "--prefill", "2", "--decode", "2") as cluster, Client(cluster.target) as client:
-        client.wait_ready(timeout_s=30)
-        yield client
-
-
-@pytest.fixture
-def pairs(running_pairs: Client) -> Client:
-    """All four of them, at rest: those that were killed are back."""
-
-    def whole() -> bool:
-        workers = running_pairs.status().workers
-        return len(workers) == 4 and all(worker.connected for worker in workers)
-
-    assert eventually(whole, 30), running_pairs.status()
-    assert becomes_idle(running_pairs, 10), running_pairs.status()
-    return running_pairs
 
 
 @pytest.fixture

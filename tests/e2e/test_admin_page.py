@@ -175,23 +175,6 @@ async def counts_become_as_told(page: Page, cluster: Cluster) -> bool:
     return False
 
 
-async def test_the_bar_is_divided_as_the_pool_is(cluster: Cluster) -> None:
-    async with page_of(status_of(cluster).admin_address) as page, streams(cluster.target, 6):
-        await page.until(f"{card('decode-0')}.querySelector('.pool [data-block=live]').clientWidth > 20")
-        label, widths, total = await page.value(
-            f"""(() => {{
-              const bar = {card("decode-0")}.querySelector(".pool");
-              const parts = [...bar.children].map((part) => [part.dataset.block, part.style.flexGrow]);
-              const text = {card("decode-0")}.querySelector(".pool-text").textContent;
-              return [bar.ariaLabel, Object.fromEntries(parts), text];
-            }})()"""
-        )
-        told = dict(reversed(each.split()) for each in label.split(", "))
-        assert told == widths
-        assert sum(map(int, told.values())) == 192
-        assert "of 192 blocks" in total
-
-
 async def test_a_workers_death_shows_and_so_does_its_successor(cluster: Cluster) -> None:
     status = status_of(cluster)
     (victim,) = [worker.info for worker in status.workers if worker.info.worker_id == "prefill-1"]

@@ -201,6 +201,27 @@ def test_a_pool_too_small_for_all_searches_changes_nothing() -> None:
             client.complete(**options(600, 10, 16))
 
 
+@pytest.fixture(scope="module")
+def running_pairs() -> Iterator[Client]:
+    """Two prefill and two decode workers, of which earlier tests of a file may have killed some."""
+    with serve("demo", "--prefill", "2", "--decode", "2") as cluster, Client(cluster.target) as client:
+        client.wait_ready(timeout_s=30)
+        yield client
+
+
+@pytest.fixture
+def pairs(running_pairs: Client) -> Client:
+    """All four of them, at rest: those that were killed are back."""
+
+    def whole() -> bool:
+        workers = running_pairs.status().workers
+        return len(workers) == 4 and all(worker.connected for worker in workers)
+
+    assert eventually(whole, 30), running_pairs.status()
+    assert becomes_idle(running_pairs, 10), running_pairs.status()
+    return running_pairs
+
+
 TO_BE_DISTURBED = [options(60 + 40 * i, 100, 4) for i in range(4)]
 
 

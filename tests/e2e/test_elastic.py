@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from bench.support.answers import Answers, ask_cluster
+from bench.same_tokens import Answers, ask_cluster
 from bench.support.cluster import Cluster, becomes_idle, eventually, run_command, serve
 from bench.support.random_requests import MAX_PRIORITY, make_requests
 from shell.cores import usable_cores

@@ -17,11 +17,9 @@ from pathlib import Path
 import pytest
 
 from bench.support.cluster import serve
-from bench.support.exactness import Workload, check_system, make_workload
+from bench.support.exactness import ServedSystem, Settings, Workload, check_system, make_workload
 from bench.support.logit_error import MAX_RATIO, MAX_RATIOS_OF_KV, measure_logit_errors
 from bench.support.reference import Reference
-from bench.support.served_systems import ServedSystem
-from bench.support.systems import Settings
 from bench.support.tiny_models import TINY_MODELS, save_tiny_model
 from bench.support.tiny_transformers import TINY_TRANSFORMERS
 from tandem.client import Client

@@ -11,15 +11,13 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from bench.support.cluster import eventually, serve
-from models.demo.text import Story, make_story
+from bench.support.cluster import eventually
+from models.demo.text import Story
 from models.files.checkpoint import resolve_model
 from shell.telemetry.metric import Process
 from tandem.client import Client
 from tandem.types import FinishReason
 from tests.scraped import counted, expositions
-
-END_TOKEN = "<|end|>"
 
 
 @pytest.fixture(scope="module")
@@ -138,16 +136,6 @@ def test_a_short_request_sent_after_a_long_one_ends_first(client: Client, story:
         other.result()
 
 
-def test_min_tokens_keeps_the_end_away(client: Client, story: Story) -> None:
-    fact = story.facts[0]
-    messages = [{"role": "user", "content": f"{story.text}\n{fact.question}"}]
-
-    free = client.complete(messages=messages, temperature=0.0)
-    kept = client.complete(messages=messages, temperature=0.0, min_tokens=30, max_tokens=40)
-
-    assert free.usage.completion_tokens < 30 <= kept.usage.completion_tokens
-
-
 @pytest.mark.parametrize("length", [1, 2, 64, 700])
 def test_log_probabilities_of_a_prompt_are_those_of_transformers(
     client: Client, reference: AutoModelForCausalLM, length: int
@@ -180,28 +168,3 @@ def test_log_probabilities_of_a_prompt_stream_before_the_first_token_and_change_
     assert told == prompt[1:]
     assert not any(each.prompt_logprobs for each in updates[first:])
     assert tuple(token for each in updates for token in each.token_ids) == plain
-
-
-def test_special_tokens_are_shown_on_request(client: Client, story: Story) -> None:
-    messages = [{"role": "user", "content": f"{story.text}\n{story.facts[0].question}"}]
-
-    hidden = client.complete(messages=messages, temperature=0.0)
-    shown = client.complete(messages=messages, temperature=0.0, skip_special_tokens=False)
-
-    assert shown.text == hidden.text + END_TOKEN
-
-
-def test_an_unlimited_local_prefill_answers_the_same(client: Client) -> None:
-    rng = random.Random(6)
-    prompt = make_story(rng, 8).text
-    options = {"max_tokens": 60, "temperature": 0.9, "seed": 11, "ignore_eos": True}
-
-    with serve("demo", "--prefill", "0", "--decode", "1", "--local-prefill-tokens", "unlimited") as colocated:
-        with Client(colocated.target) as other:
-            other.wait_ready(timeout_s=30)
-            alone = other.complete(prompt, **options)
-        assert colocated.stop() == 0
-    apart = client.complete(prompt, **options)
-
-    assert alone.choices[0].token_ids == apart.choices[0].token_ids
-    assert alone.timings.transfer_bytes == 0

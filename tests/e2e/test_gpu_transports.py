@@ -7,9 +7,8 @@ from pathlib import Path
 import pytest
 
 from bench.support.cluster import serve
-from bench.support.exactness import Workload, make_workload
+from bench.support.exactness import ServedSystem, Workload, make_workload
 from bench.support.reference import Reference
-from bench.support.served_systems import ServedSystem
 from bench.support.tiny_models import TINY_MODELS, save_tiny_model
 from tests.standins.build import built
 

@@ -170,15 +170,6 @@ def test_no_file_is_in_both_and_every_module_is_in_one(
     assert {name for name in installed if name.endswith(".py")} == modules
 
 
-def test_each_holds_the_data_that_its_modules_need(client_wheel: Wheel, server_wheel: Wheel) -> None:
-    assert {"tandem/py.typed", "tandem/v1/inference_pb2.pyi", "tandem/foreign/kserve_pb2.pyi"} <= client_wheel.files
-    assert all(name.startswith("tandem/") for name in client_wheel.files)
-    protos = {name for name in client_wheel.files if name.endswith(".proto")}
-    assert protos == {f"tandem/v1/{path.name}" for path in (ROOT / "protos/tandem/v1").glob("*.proto")}
-    assert {"models/demo/checkpoint/model.safetensors", "kernels/cpu/src/linear.cpp"} <= server_wheel.files
-    assert "shell/admin/page/index.html" in server_wheel.files
-
-
 def test_versions_dependencies_and_licence_are_told(client_wheel: Wheel, server_wheel: Wheel) -> None:
     client, server = client_wheel.metadata, server_wheel.metadata
     assert (client["Name"], server["Name"]) == ("tandem-serving-client", "tandem-serving")

@@ -148,30 +148,3 @@ def test_a_group_holds_the_prompt_once(client: Client) -> None:
         watching.result()
 
     assert max(peaks) <= prompt_blocks + n * own_blocks
-
-
-def test_a_client_that_leaves_frees_every_choice(client: Client) -> None:
-    stream = client.generate(n=16, **options(200, 200))
-    for _ in range(20):
-        next(stream)
-
-    stream.close()
-
-    assert becomes_idle(client, 5), client.status()
-
-
-def test_a_pool_too_small_for_all_groups_changes_no_token() -> None:
-    """Groups are preempted as one, computed again and end as if nothing had happened."""
-    requests = [options(60 + i, 60, seed=i) for i in range(6)]
-    with serve("demo", "--kv-blocks", "48", "--block-size", "16") as small, Client(small.target) as client:
-        client.wait_ready(timeout_s=30)
-        expected = [[said(c) for c in client.complete(n=5, **each).choices] for each in requests]
-        for _ in range(8):  # as many short completions as a worker remembers: it expects the next ones to be short, too
-            client.complete(n=16, **options(8, 2))
-        with ThreadPoolExecutor(len(requests)) as callers:
-            futures = [callers.submit(client.complete, n=5, **each) for each in requests]
-            completions = [future.result(timeout=120) for future in futures]
-
-        assert [[said(choice) for choice in each.choices] for each in completions] == expected
-        assert becomes_idle(client, 10), client.status()  # by newer heartbeats, which tell of preemptions, too
-        assert sum(worker.load.preemptions for worker in client.status().workers) > 0

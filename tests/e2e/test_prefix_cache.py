@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import os
 import random
-import signal
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 
-from bench.support.cluster import becomes_idle, pid_of, serve
+from bench.support.cluster import becomes_idle, serve
 from tandem.client import Client, Completion
-from tandem.types import Role
 
 GREEDY = {"temperature": 0.0, "ignore_eos": True, "max_tokens": 24}
 DRAWN = {"temperature": 1.0, "seed": 7, "ignore_eos": True, "max_tokens": 24}
@@ -84,18 +81,3 @@ def test_crowds_that_evict_each_other_give_the_tokens_that_each_gives_alone(clie
     with ThreadPoolExecutor(6) as callers:
         results: Any = callers.map(lambda each: client.complete(token_ids=each, cache_salt="crowd", **DRAWN), prompts)
         assert [tokens_of(each) for each in results] == expected
-
-
-@pytest.mark.parametrize("role", [Role.PREFILL, Role.DECODE])
-def test_with_a_worker_killed_in_the_middle_nothing_changes(client: Client, role: Role) -> None:
-    prompts = [prompt_of(40, 500) + prompt_of(number, 20) for number in range(6)]
-    long = DRAWN | {"max_tokens": 60}
-    with ThreadPoolExecutor(len(prompts)) as callers:
-        calm: Any = callers.map(lambda each: client.complete(token_ids=each, cache_salt="calm", **long), prompts)
-        expected = [tokens_of(each) for each in calm]
-        for _ in range(2):
-            running = [callers.submit(client.complete, token_ids=each, cache_salt=role, **long) for each in prompts]
-            if not running[0].done():
-                os.kill(pid_of(client, role), signal.SIGKILL)
-            assert [tokens_of(each.result(60)) for each in running] == expected
-            client.wait_ready(timeout_s=60)

@@ -8,9 +8,8 @@ from pathlib import Path
 import pytest
 
 from bench.support.cluster import serve
-from bench.support.exactness import check_system, make_workload
+from bench.support.exactness import Settings, check_system, make_workload
 from bench.support.reference import Reference
-from bench.support.systems import Settings
 from bench.support.tiny_models import TINY_MODELS, TinyModel, save_tiny_model
 from models.demo.text import make_story
 from tandem.client import Client

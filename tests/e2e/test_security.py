@@ -146,14 +146,6 @@ def answers_in_clear(port: int) -> bool:
     return answer[:1] not in (b"", b"\x15")
 
 
-def test_generate_takes_the_options(command_line: list[str], tokens: str) -> None:
-    answer = finished("generate", PROMPT, "--max-tokens", "5", *command_line, "--token-file", tokens)
-
-    assert answer.returncode == 0
-    assert answer.stdout.strip()
-    assert answer.stderr == ""
-
-
 @pytest.mark.parametrize(
     ("without", "said"),
     [
@@ -264,20 +256,6 @@ def test_a_worker_takes_its_token_to_no_router_elsewhere_in_clear(tokens: str) -
 
     assert refused.returncode == 2
     assert refused.stderr.startswith("tandem: --router: the token of --token-file would cross the network")
-
-
-def test_insecure_is_taken_at_its_word() -> None:
-    with run_command("router", "--model", "demo", "--listen", "0.0.0.0:0", "--insecure") as router:
-        port = router.target.rpartition(":")[2]
-        assert finished("health", "--target", f"{LOOPBACK}:{port}").stdout == "NOT_SERVING\n"
-
-
-def test_a_worker_whose_certificate_cannot_be_read_ends_with_code_2(pki: Pki) -> None:
-    shown = pki.issue()
-    refused = finished("decode", "--tls-cert", shown.cert, "--tls-key", "/no/key.pem", "--tls-ca", pki.ca)
-
-    assert refused.returncode == 2
-    assert refused.stderr.startswith("tandem: --tls-key: cannot read /no/key.pem")
 
 
 def test_the_cluster_lost_nobody_on_the_way(cluster: Cluster, pki: Pki, tokens: str) -> None:

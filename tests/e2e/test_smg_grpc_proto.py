@@ -67,17 +67,6 @@ def test_streamed_tokens_are_those_of_inference_service(stub: Any, client: Clien
     assert client.detokenize(token_ids) == expected.text
 
 
-def test_without_streaming_the_whole_comes_alone(stub: Any, client: Client) -> None:
-    prompt = client.tokenize(PROMPT).token_ids
-    tokenized = engine.TokenizedInput(original_text="not read", input_ids=prompt)
-    asked = engine.GenerateRequest(tokenized=tokenized, sampling_params=engine.SamplingParams(**GREEDY))
-
-    chunks, complete = answer(stub, asked)
-
-    assert chunks == []
-    assert tuple(complete.output_ids) == client.complete(PROMPT, **GREEDY).choices[0].token_ids
-
-
 def test_a_stop_string_or_token_is_reported(stub: Any, client: Client) -> None:
     whole = client.complete(PROMPT, **GREEDY)
     word, token_id = whole.text.split()[2], whole.choices[0].token_ids[3]
@@ -102,22 +91,6 @@ def test_log_probabilities_are_those_of_inference_service(stub: Any, client: Cli
     assert [token_id for each in told for token_id in each.token_ids] == [each.token_id for each in expected]
     assert logprobs == pytest.approx([each.logprob for each in expected], abs=1e-4)
     assert tops == [[key for key, _ in each.top] for each in expected]
-
-
-@pytest.mark.parametrize("stream", [True, False])
-def test_log_probabilities_of_the_prompt_are_those_of_inference_service(
-    stub: Any, client: Client, stream: bool
-) -> None:
-    expected = client.complete(PROMPT, prompt_logprobs=2, **GREEDY).prompt_logprobs
-
-    first, *rest = stub.Generate(request(stream=stream, prompt_logprobs=2, **GREEDY), timeout=PATIENCE_S)
-
-    told = first.chunk.input_logprobs if stream else first.complete.input_logprobs
-    assert not told.token_logprobs[0].HasField("value")
-    assert [each.value for each in told.token_logprobs[1:]] == pytest.approx([each.logprob for each in expected])
-    assert list(told.token_ids[1:]) == [each.token_id for each in expected]
-    assert [list(each.token_ids) for each in told.top_logprobs[1:]] == [[key for key, _ in e.top] for e in expected]
-    assert not any(each.chunk.HasField("input_logprobs") for each in rest)
 
 
 @pytest.mark.parametrize(
@@ -159,20 +132,6 @@ def test_a_cancelled_call_frees_all_blocks(stub: Any, client: Client, num_cancel
 
     assert becomes_idle(client)
     assert num_cancelled() == before + 4
-
-
-def test_an_aborted_request_ends_with_what_it_has_and_frees_its_blocks(stub: Any, client: Client) -> None:
-    call = stub.Generate(request(request_id="endless", **ENDLESS), timeout=PATIENCE_S)
-    tokens = list(next(call).chunk.token_ids)
-
-    stub.Abort(engine.AbortRequest(request_ids=["endless", "nobody"]))
-
-    *chunks, last = call
-    tokens += [token for message in chunks for token in message.chunk.token_ids]
-    assert last.complete.finish_reason == "abort"
-    assert list(last.complete.output_ids) == tokens
-    assert len(tokens) < 800
-    assert becomes_idle(client)
 
 
 def test_the_tokenizer_comes_as_an_archive_with_its_fingerprint(stub: Any, client: Client, tmp_path: Path) -> None:

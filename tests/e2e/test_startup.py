@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 import shutil
-import socket
 import subprocess
 import sys
 from functools import partial
@@ -89,21 +88,6 @@ def test_an_unknown_architecture_is_named(checkpoint: Path) -> None:
 
     assert done.returncode == 2
     assert "mamba" in done.stderr.lower()
-
-
-def test_serve_says_once_why_it_does_not_start() -> None:
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        taken.listen()
-        address = f"127.0.0.1:{taken.getsockname()[1]}"
-
-        done = finished("serve", "--model", "demo", "--listen", address)
-
-    assert done.returncode == 2
-    assert [line for line in done.stderr.splitlines() if address in line] == [
-        f"tandem: router: --listen: cannot listen on {address}; is the port in use? Name another, or port 0 for any "
-        "free one"
-    ]
 
 
 def test_workers_whose_block_layouts_differ_are_no_pair() -> None:

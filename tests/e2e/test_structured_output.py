@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import re
-import signal
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -13,11 +11,11 @@ from typing import Any
 import jsonschema
 import pytest
 
-from bench.support.cluster import Cluster, becomes_idle, eventually, pid_of, serve
+from bench.support.cluster import Cluster, becomes_idle, eventually, serve
 from tandem.client import Client
 from tandem.client.results import Choice
 from tandem.errors import InvalidRequest
-from tandem.types import FinishReason, Role
+from tandem.types import FinishReason
 from tests.at_rest import nothing_runs
 
 SCHEMA = {
@@ -106,23 +104,6 @@ def test_the_grammar_has_the_last_word_on_where_a_text_ends(client: Client) -> N
     assert (ended.text, ended.finish_reason) == ("ab", FinishReason.STOP)
     assert (len(cut.token_ids), cut.finish_reason) == (9, FinishReason.LENGTH)
     assert re.fullmatch("[ab]{9,}", cut.text)
-
-
-@pytest.mark.parametrize("role", [Role.PREFILL, Role.DECODE])
-def test_a_killed_worker_changes_no_token(cluster: Cluster, client: Client, role: Role) -> None:
-    options: dict[str, Any] = {"regex": "([a-z]{1,9} ){60}", "max_tokens": 90, "temperature": 2.0, "seed": 9}
-    expected = client.complete(PROMPT, n=2, **options)
-
-    updates = client.generate(PROMPT, n=2, timeout_s=90, **options)
-    texts = ["", ""]
-    for number, update in enumerate(updates):
-        texts[update.index] += update.text
-        if number == 8:
-            os.kill(pid_of(client, role), signal.SIGKILL)
-
-    assert texts == [each.text for each in expected.choices]
-    client.wait_ready(30)
-    assert becomes_idle(client, 15), client.status()
 
 
 def test_what_cannot_be_compiled_in_time_harms_nobody(client: Client) -> None:

@@ -126,34 +126,6 @@ def test_spans_say_what_the_conventions_ask_for(client: Client, collector: Colle
     assert {span.status for span in spans.values()} == {"UNSET"}
 
 
-def test_spans_follow_one_another_and_lie_within_the_request(
-    client: Client, collector: Collector, caller: tuple[str, str]
-) -> None:
-    client.complete(PROMPT, max_tokens=20, ignore_eos=True)
-    spans = trace_of(collector, caller[0], has("generate", *WORK, "kv.receive"))
-    generate = spans["router", "generate"]
-    order = [
-        spans["prefill", "queue"],
-        spans["prefill", "prefill"],
-        spans["decode", "queue"],
-        spans["decode", "decode"],
-    ]
-    starts = [span.start_ns for span in order]
-    assert generate.start_ns <= starts[0]
-    assert starts == sorted(starts)
-    assert all(generate.start_ns <= span.start_ns <= span.end_ns for key, span in spans.items() if key[1] in WORK)
-    assert spans["prefill", "queue"].end_ns <= spans["prefill", "prefill"].start_ns
-    assert spans["decode", "kv.receive"].end_ns <= spans["decode", "decode"].start_ns
-
-
-def test_each_process_has_its_name_and_each_worker_its_id(client: Client, collector: Collector) -> None:
-    client.complete(PROMPT, max_tokens=4)
-    services = {"tandem-router", "tandem-prefill", "tandem-decode"}
-    assert eventually(lambda: {span.service for span in collector.spans} == services)
-    instances = {span.service: span.instance for span in collector.spans}
-    assert (instances["tandem-prefill"], instances["tandem-decode"]) == ("prefill-0", "decode-0")
-
-
 def test_a_cancelled_call_is_not_ok(client: Client, collector: Collector, caller: tuple[str, str]) -> None:
     stream = client.generate(PROMPT, max_tokens=900, n=16, ignore_eos=True)  # it would go on for many seconds
     for _ in range(17):  # the first token of each choice comes before the decode worker has all

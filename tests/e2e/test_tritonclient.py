@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import tritonclient.grpc as triton
 import tritonclient.grpc.aio as triton_aio
-from tritonclient.grpc import service_pb2, service_pb2_grpc
+from tritonclient.grpc import service_pb2
 from tritonclient.utils import InferenceServerException
 
 from bench.support.cluster import Cluster, becomes_idle, eventually
@@ -119,40 +119,6 @@ def test_a_text_is_what_inference_service_says(
     assert result.get_response().id == "one"
 
 
-def test_parameters_may_come_as_tensors_or_with_the_request(
-    server: triton.InferenceServerClient, client: Client
-) -> None:
-    expected = client.complete(PROMPT, **SEEDED).text
-    as_tensors = [
-        tensor("text_input", [PROMPT], "BYTES", [1, 1]),
-        tensor("max_tokens", [40], "INT32", [1, 1]),
-        tensor("temperature", [1.2], "FP32", [1, 1]),
-        tensor("top_p", [0.9], "FP32", [1, 1]),
-        tensor("top_k", [50], "INT32", [1, 1]),
-        tensor("random_seed", [7], "UINT64", [1, 1]),
-        tensor("ignore_eos", [True], "BOOL", [1, 1]),
-        tensor("beam_width", [1], "INT32", [1, 1]),
-    ]
-
-    by_tensors = server.infer("demo", as_tensors)
-    by_parameters = server.infer("demo", inputs(), parameters=SEEDED)
-
-    # 1.2 and 0.9 are other numbers in 32 bits than in 64; the field on Tandem's side has 32.
-    assert text_of(by_tensors) == text_of(by_parameters) == expected
-    assert by_tensors.as_numpy("text_output").shape == (1, 1)
-
-
-@pytest.mark.parametrize("stop", ["stop", "stop_words"])
-def test_a_stop_string_ends_the_text(server: triton.InferenceServerClient, client: Client, stop: str) -> None:
-    whole = client.complete(PROMPT, **GREEDY).text
-    word = whole.split()[2]
-
-    result = server.infer("demo", [*inputs(**GREEDY), tensor(stop, [word, ""], "BYTES")])
-
-    assert text_of(result) == whole[: whole.index(word)]
-    assert list(result.as_numpy("finish_reason")) == [b"stop"]
-
-
 def test_a_batch_gives_each_text_its_own_answer(server: triton.InferenceServerClient, client: Client) -> None:
     texts = ["Once upon a time", "There was a", PROMPT]
 
@@ -160,25 +126,6 @@ def test_a_batch_gives_each_text_its_own_answer(server: triton.InferenceServerCl
 
     answers = [answer.decode() for answer in result.as_numpy("text_output")]
     assert answers == [client.complete(text, **GREEDY).text for text in texts]
-
-
-def test_outputs_are_those_asked_for(server: triton.InferenceServerClient, client: Client) -> None:
-    expected = client.complete(PROMPT, **GREEDY).usage
-    names = ["num_output_tokens", "num_input_tokens"]
-
-    result = server.infer("demo", inputs(**GREEDY), outputs=[triton.InferRequestedOutput(name) for name in names])
-
-    assert [output.name for output in result.get_response().outputs] == names
-    counts = [int(result.as_numpy(name)[0]) for name in names]
-    assert counts == [expected.completion_tokens, expected.prompt_tokens]
-
-
-def test_the_prompt_is_repeated_only_on_demand(server: triton.InferenceServerClient, client: Client) -> None:
-    answer = client.complete(PROMPT, **GREEDY).text
-
-    with_prompt = server.infer("demo", [*inputs(**GREEDY), tensor("exclude_input_in_output", [False], "BOOL")])
-
-    assert text_of(with_prompt) == PROMPT + answer
 
 
 @pytest.mark.parametrize(
@@ -208,13 +155,6 @@ def test_what_is_wrong_is_refused_by_name(
     assert words in caught.value.message()
 
 
-def test_a_deadline_ends_the_request(server: triton.InferenceServerClient) -> None:
-    with pytest.raises(InferenceServerException, match="deadline") as caught:
-        server.infer("demo", inputs(max_tokens=800, ignore_eos=True), timeout=20_000)
-
-    assert caught.value.status() == "StatusCode.DEADLINE_EXCEEDED"
-
-
 @pytest.mark.parametrize("sampling", [GREEDY, SEEDED], ids=["greedy", "seeded"])
 def test_a_streamed_text_is_what_inference_service_says(
     server: triton.InferenceServerClient, responses: Responses, client: Client, sampling: dict[str, Any]
@@ -232,30 +172,6 @@ def test_a_streamed_text_is_what_inference_service_says(
     assert parts[-1].as_numpy("finish_reason")[0] in {b"stop", b"length"}
 
 
-def test_an_empty_final_response_comes_if_it_is_asked_for(
-    server: triton.InferenceServerClient, responses: Responses, client: Client
-) -> None:
-    server.async_stream_infer("demo", inputs(stream=True, **GREEDY), enable_empty_final_response=True)
-
-    text = ""
-    while not is_final(part := responses.next()):
-        text += text_of(part)
-
-    assert not part.get_response().outputs
-    assert text == client.complete(PROMPT, **GREEDY).text
-
-
-def test_a_stream_without_streaming_gives_one_response(
-    server: triton.InferenceServerClient, responses: Responses, client: Client
-) -> None:
-    server.async_stream_infer("demo", inputs(**GREEDY))
-
-    only = responses.next()
-
-    assert is_final(only)
-    assert text_of(only) == client.complete(PROMPT, **GREEDY).text
-
-
 def test_many_requests_share_a_stream(
     server: triton.InferenceServerClient, responses: Responses, client: Client
 ) -> None:
@@ -266,21 +182,6 @@ def test_many_requests_share_a_stream(
     texts = responses.texts(len(seeds))
 
     assert texts == {request_id: client.complete(PROMPT, **sampling).text for request_id, sampling in seeds.items()}
-
-
-def test_an_error_on_a_stream_ends_its_request_only(
-    server: triton.InferenceServerClient, responses: Responses, client: Client
-) -> None:
-    server.async_stream_infer("other", inputs(stream=True, **GREEDY))
-    with pytest.raises(InferenceServerException, match="serves demo"):
-        responses.next()
-    server.async_stream_infer("demo", inputs("a", "b", stream=True, **GREEDY))
-    with pytest.raises(InferenceServerException, match="one text on a stream"):
-        responses.next()
-
-    server.async_stream_infer("demo", inputs(stream=True, **GREEDY), request_id="good")
-
-    assert responses.texts(1) == {"good": client.complete(PROMPT, **GREEDY).text}
 
 
 def test_a_cancelled_stream_frees_all_blocks(
@@ -327,20 +228,6 @@ def test_statistics_count_what_came_this_way(server: triton.InferenceServerClien
         server.infer("demo", inputs(top_p=2))
 
     assert counts() == (before[0] + 2, before[1] + 1)
-
-
-@pytest.mark.parametrize("datatype", ["INT32", "INT64", "UINT8", "FP64"])
-def test_typed_contents_are_read_too(demo_cluster: Cluster, client: Client, datatype: str) -> None:
-    fields = {"INT32": "int_contents", "INT64": "int64_contents", "UINT8": "uint_contents", "FP64": "fp64_contents"}
-    request = service_pb2.ModelInferRequest(model_name="demo")
-    request.inputs.add(name="text_input", datatype="BYTES", shape=[1]).contents.bytes_contents.append(PROMPT.encode())
-    getattr(request.inputs.add(name="max_tokens", datatype=datatype, shape=[1]).contents, fields[datatype]).append(9)
-    request.inputs.add(name="temperature", datatype="FP32", shape=[1]).contents.fp32_contents.append(0.0)
-
-    with grpc.insecure_channel(demo_cluster.target) as channel:
-        answer = service_pb2_grpc.GRPCInferenceServiceStub(channel).ModelInfer(request)
-
-    assert answer.raw_output_contents[0][4:].decode() == client.complete(PROMPT, max_tokens=9, temperature=0.0).text
 
 
 def test_every_method_of_the_protocol_is_served_or_refused_with_a_reason(demo_cluster: Cluster, client: Client) -> None:

@@ -1,9 +1,7 @@
 """A hand-off whose other side is a real process that is killed, stopped or rude."""
 
-import asyncio
 import signal
 from contextlib import asynccontextmanager
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,7 +12,6 @@ from shell.clock import MonotonicClock
 from tandem.errors import PeerLost, TransferError
 from tests.faults.kv_peer import warm_up
 from tests.faults.kv_peer_process import PATIENT, half_peer
-from tests.faults.leases import SHORT_S
 from tests.kv_ends import FAILED, Recorder, refs_of
 from tests.nixl_param import NIXL, needs_nixl
 from tests.transports import PRINTS, SharedPool
@@ -68,31 +65,6 @@ async def test_a_sender_killed_in_the_middle_of_a_block_frees_it(memory, transpo
         assert isinstance(listener.error, PeerLost)
         assert receiver.num_live == 0
         assert bytes(memory.blocks[3].tolist())[128:] == bytes(128)
-
-
-async def test_blocks_withdrawn_under_a_copying_process_wait_for_its_copy(memory):
-    async with caught_in_the_middle(memory, "shm") as (receiver, listener, peer, offer):
-        receiver.withdraw(offer.transfer_id)
-        assert listener.calls == FAILED[:2]
-        assert receiver.num_live == 1
-        peer.tell()
-        assert (await peer.hear()).startswith("push ended")
-        await listener.until("writer_stopped")
-        assert receiver.num_live == 0
-
-
-@pytest.mark.parametrize("transport", TRANSPORTS)
-async def test_a_stopped_sender_is_lost_within_its_lease(memory, transport, leases):
-    async with caught_in_the_middle(memory, transport) as (receiver, listener, peer, _):
-        peer.signal(signal.SIGSTOP)
-        leases.shorten()
-        await listener.until("failed")
-        assert isinstance(listener.error, PeerLost)
-        if transport == "shm":  # it may still write when it wakes up
-            assert receiver.num_live == 1
-            peer.signal(signal.SIGKILL)
-        await listener.until("writer_stopped")
-        assert receiver.num_live == 0
 
 
 async def test_a_stopped_sender_that_wakes_finishes_its_copy_and_lets_go(memory, leases):
@@ -151,11 +123,6 @@ async def sending_to(memory, transport):
         await sender.stop()
 
 
-async def _finish(handoff):
-    await handoff.push(1, (1,))
-    await handoff.commit(b"")
-
-
 def _peer_mappings():
     """Besides this process's own pool."""
     return Path("/proc/self/maps").read_text(encoding="utf-8").count("memfd:test-pool") - 1
@@ -166,20 +133,6 @@ async def _open(sender, peer):
     handoff = await sender.open(ticket, endpoint, PATIENCE_S)
     assert await peer.hear() == "receiving"
     return handoff
-
-
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
-@pytest.mark.parametrize("transport", TRANSPORTS)
-async def test_a_receiver_killed_or_stopped_fails_the_sender_within_the_lease(memory, transport, number, leases):
-    async with sending_to(memory, transport) as sender, running("receiving", transport) as peer:
-        handoff = await _open(sender, peer)
-        await handoff.push(0, (0,))
-        peer.signal(number)
-        leases.shorten()
-        handoff._connection.timing = replace(PATIENT, reply_s=SHORT_S)  # NIXL writes to a stopped process so long
-        with pytest.raises(TransferError):
-            await asyncio.wait_for(_finish(handoff), PATIENCE_S)
-        await handoff.abort()
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)

@@ -86,32 +86,12 @@ async def test_http_is_answered(start: StartProcess) -> None:
     assert (status, kind, json.loads(body)["cluster"]["model"]) == (200, "application/json", "demo")
 
 
-async def test_without_an_address_there_is_no_port(start: StartProcess) -> None:
-    process = await start()
-    content = AdminContent(health=process.server.health, report=None, metrics=None)  # type: ignore[arg-type]
-    async with admin_port(None, content, PLAIN) as address:
-        assert address == ""
-
-
 async def test_an_address_that_is_taken_is_a_bad_option_and_leaves_nothing_behind(start: StartProcess) -> None:
     process = await start()
     content = AdminContent(health=process.server.health, report=None, metrics=None)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="--admin-listen"):
         async with admin_port(process.admin, content, PLAIN):
             pass
-
-
-async def test_after_it_has_closed_nobody_is_answered() -> None:
-    server = RpcServer("127.0.0.1:0", [], announce_s=0)
-    content = AdminContent(health=server.health, report=None, metrics=None)  # type: ignore[arg-type]
-    async with (
-        aiohttp.ClientSession() as session,
-        admin_port("127.0.0.1:0", content, PLAIN) as address,
-        session.get(f"http://{address}/livez") as response,
-    ):
-        assert response.status == 200
-    with pytest.raises(aiohttp.ClientConnectorError):
-        await fetch(f"http://{address}/livez")
 
 
 # ---- callers that mean no good
@@ -148,18 +128,6 @@ async def test_garbage_is_refused_and_the_port_lives_on(
     assert (await fetch(f"http://{process.admin}/livez"))[0] == 200
 
 
-async def test_a_token_that_is_no_text_is_refused_as_any_other(
-    start: StartProcess, pki: Pki, caplog: pytest.LogCaptureFixture
-) -> None:
-    process = await start(Incoming(None, Tokens(pki.tokens(TOKEN))))
-    caplog.clear()
-    answer = await talk(
-        process.admin, b"GET / HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\nAuthorization: Bearer \xff\r\n\r\n"
-    )
-    assert answer.startswith(b"HTTP/1.1 401 ")
-    assert caplog.records == []
-
-
 @pytest.mark.parametrize("said", [b"", b"GET /livez HTTP/1.1\r\n", b"GET /livez HTTP/1.1\r\nHost: localhost\r\n\r\n"])
 async def test_a_connection_that_asks_nothing_more_is_closed(
     start: StartProcess, monkeypatch: pytest.MonkeyPatch, said: bytes
@@ -180,16 +148,6 @@ async def test_a_request_that_drips_in_is_cut_off(start: StartProcess, monkeypat
             writer.write(b"a")
             await asyncio.sleep(0.01)
     writer.close()
-
-
-async def test_head_gets_the_headers_alone(start: StartProcess) -> None:
-    process = await start()
-    request = b"HEAD /metrics HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n"
-    answer = await talk(process.admin, request)
-    head, _, body = answer.partition(b"\r\n\r\n")
-    assert b"Content-Length: 5" in head
-    assert b"X-Content-Type-Options: nosniff" in head
-    assert body == b""
 
 
 async def test_a_report_that_fails_is_an_error_without_its_reason(
@@ -244,27 +202,6 @@ async def test_a_new_certificate_is_used_at_the_next_handshake(start: StartProce
     assert (await fetch(f"https://{process.admin}/livez", ssl=trusting(pki)))[0] == 200
     shown.show(stranger.issue())
     assert (await fetch(f"https://{process.admin}/livez", ssl=trusting(stranger)))[0] == 200
-
-
-async def test_a_browser_that_also_speaks_http2_is_answered_in_http1(start: StartProcess, pki: Pki) -> None:
-    process = await start(Incoming(pki.server(pki.issue())))
-    assert (await fetch(f"https://{process.admin}/livez", ssl=trusting(pki, "h2", "http/1.1")))[0] == 200
-
-
-async def test_with_tls_plain_callers_are_refused(start: StartProcess, pki: Pki) -> None:
-    process = await start(Incoming(pki.server(pki.issue())))
-    with pytest.raises(aiohttp.ClientError):
-        await fetch(f"http://{process.admin}/livez")
-
-
-async def test_with_mutual_tls_callers_without_a_certificate_are_refused(start: StartProcess, pki: Pki) -> None:
-    identity = pki.issue()
-    process = await start(Incoming(pki.server(identity, mutual=True)))
-    with pytest.raises(aiohttp.ClientError):
-        await fetch(f"https://{process.admin}/livez", ssl=trusting(pki))
-    context = trusting(pki)
-    context.load_cert_chain(identity.cert, identity.key)
-    assert (await fetch(f"https://{process.admin}/livez", ssl=context))[0] == 200
 
 
 async def test_http_wants_the_token(start: StartProcess, pki: Pki) -> None:

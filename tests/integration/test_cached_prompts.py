@@ -10,8 +10,9 @@ import pytest
 
 from tandem.types import GroupSpec, RequestId, Role, SamplingParams, TokenId
 from tests.decode_rows import seqs_of
-from tests.joined_cores import BLOCK_SIZE, JoinedCores, Running
+from tests.joined_cores import JoinedCores, Running
 from tests.token_engine import WAIT_S, expected_tokens
+from tests.wire import BLOCK_SIZE
 
 SALTS = ("", "a", "b")
 

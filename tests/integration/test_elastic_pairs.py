@@ -8,19 +8,12 @@ from typing import Any
 
 import pytest
 
-from tandem.types import ChoiceSpec, GroupSpec, RequestId, SamplingParams, TokenId, WaitReason
+from tandem.types import WaitReason
 from tests.decode_rows import seqs_of
 from tests.elastic_cores import NAMES, Asked, ElasticCores
-from tests.joined_cores import BLOCK_SIZE
-from tests.token_engine import VOCAB_SIZE, expected_tokens
-
-
-def spec_of(
-    num_prompt_tokens: int, max_tokens: int, salt: int = 0, *, seed: int = 0, n: int = 1, beam_width: int = 0
-) -> GroupSpec:
-    prompt = tuple(TokenId((37 * salt + 11 * i) % VOCAB_SIZE) for i in range(num_prompt_tokens))
-    sampling = SamplingParams(max_tokens=max_tokens, seed=seed, beam_width=beam_width)
-    return GroupSpec(RequestId(f"r{salt}"), prompt, sampling, tuple(ChoiceSpec(index) for index in range(n)))
+from tests.joined_cores import spec_of
+from tests.token_engine import expected_tokens
+from tests.wire import BLOCK_SIZE
 
 
 def check(asked: list[Asked]) -> None:
@@ -48,14 +41,6 @@ async def test_chunks_of_a_prompt_for_another_worker_are_computed_beside_what_de
             step for step in cores.engines["a"].steps if sorted(len(seq.token_ids) for seq in seqs_of(step)) == [1, 4]
         ]
         assert len(mixed) == 24 // 4
-
-
-async def test_a_prompt_that_its_first_token_finishes_is_handed_to_nobody() -> None:
-    async with ElasticCores() as cores:
-        asked = cores.start(spec_of(9, 1), "a", "b")
-        await cores.until_done([asked])
-        check([asked])
-        assert not cores.engines["b"].steps
 
 
 async def test_prompts_for_others_leave_half_of_the_pool_to_sequences() -> None:

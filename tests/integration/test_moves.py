@@ -17,40 +17,29 @@ from engine.prefix_cache import PrefixCache
 from engine.step import Step
 from kvtransfer.base import BlockRef, HandoffListener, Offer
 from router.attempt import Attempt
-from router.choice_stream import ChoiceStream
 from router.delivery import Delivery
 from router.placement import Placement
 from shell.config import DecodeConfig
-from shell.telemetry.events import Events
 from tandem.errors import Reason, TandemError, TransferError
 from tandem.types import (
-    ChoiceSpec,
     GroupSpec,
     Incarnation,
-    RequestId,
-    SamplingParams,
-    TextParams,
     TokenId,
     WorkerId,
     WorkerInfo,
 )
 from tests.decode_rows import seqs_of
-from tests.joined_cores import BLOCK_SIZE, CoreLink, Wire, WireHandoff
+from tests.joined_cores import CoreLink, Cores, Ids, attempt_of, delivery_of, spec_of
 from tests.manual_clock import ManualClock
 from tests.recorded_events import RecordedRequest, RecordedWorker
-from tests.registering import INFO, UncountedLoad, assigned
-from tests.token_engine import VOCAB_SIZE, WAIT_S, FakeEngine, expected_tokens
+from tests.registering import INFO
+from tests.token_engine import WAIT_S, FakeEngine, expected_tokens
+from tests.wire import BLOCK_SIZE, Wire, WireHandoff
 from tests.worker_parts import parts_of
 from worker.core import Worker
 from worker.ports import Destination
 
 NUM_BLOCKS = 64
-
-
-def spec_of(num_prompt_tokens: int, max_tokens: int, salt: int = 0, num_choices: int = 1) -> GroupSpec:
-    prompt = tuple(TokenId((37 * salt + 11 * i) % VOCAB_SIZE) for i in range(num_prompt_tokens))
-    choices = tuple(ChoiceSpec(index) for index in range(num_choices))
-    return GroupSpec(RequestId(f"r{salt}"), prompt, SamplingParams(max_tokens=max_tokens), choices)
 
 
 class SlowWire(Wire):
@@ -102,18 +91,6 @@ class Stream:
         return self.ids[0]
 
 
-class _Ids:
-    def __init__(self) -> None:
-        self.ids: list[TokenId] = []
-
-    def step(self, token_id: TokenId) -> str:
-        self.ids.append(token_id)
-        return ""
-
-    def finish(self) -> str:
-        return ""
-
-
 @dataclass
 class Decoder:
     """One worker."""
@@ -126,7 +103,7 @@ class Decoder:
     recorded: RecordedWorker = field(default_factory=RecordedWorker)
 
 
-class TwoDecoders(UncountedLoad):
+class TwoDecoders(Cores):
     """`old` sends to `new`. Leaving the context checks that both are idle."""
 
     def __init__(
@@ -150,23 +127,16 @@ class TwoDecoders(UncountedLoad):
         core = new_decode_worker(parts, receiver, config, sender, first_guess_tokens=4)
         return Decoder(info, engine, cache, core, CoreLink(info, core), recorded)
 
-    async def __aenter__(self) -> TwoDecoders:
-        self._running = [asyncio.create_task(each.core.run()) for each in (self.old, self.new)]
-        return self
+    @property
+    def workers(self) -> list[tuple[FakeEngine, Worker, CoreLink]]:
+        return [(each.engine, each.core, each.link) for each in (self.old, self.new)]
 
     async def __aexit__(self, *_: object) -> None:
         self.wire.open_now.set()
+        await super().__aexit__()
         for each in (self.old, self.new):
-            each.engine.let_go()
-            each.core.router_lost(each.link)
-            async with asyncio.timeout(WAIT_S):
-                await each.core.drained()
-            each.core.check_idle()
             each.cache.check_invariants()
             each.recorded.check_all_ended()
-        for task in self._running:
-            task.cancel()
-        await asyncio.gather(*self._running, return_exceptions=True)
 
     def link(self, info: WorkerInfo) -> CoreLink:
         """As `Workers` gives it."""
@@ -174,15 +144,11 @@ class TwoDecoders(UncountedLoad):
 
     def start(self, spec: GroupSpec) -> Stream:
         """On the old one, which computes the prompt."""
-        detokenizers: list[Any] = [_Ids() for _ in spec.choices]
-        streams = [
-            ChoiceStream(each.index, detokenizer, TextParams(), lambda _: None)
-            for each, detokenizer in zip(spec.choices, detokenizers, strict=True)
-        ]
-        delivery, recorded = Delivery(streams, Events()), RecordedRequest()
-        attempt = self._attempt(Placement(None, self.old.info), delivery, recorded)
+        ids = [Ids() for _ in spec.choices]
+        delivery, recorded = delivery_of(ids), RecordedRequest()
+        attempt = attempt_of(self, Placement(None, self.old.info), delivery, 60.0, recorded.events)
         task = asyncio.create_task(attempt.run(spec))
-        return Stream(spec, delivery, [each.ids for each in detokenizers], recorded, attempt, task)
+        return Stream(spec, delivery, [each.ids for each in ids], recorded, attempt, task)
 
     async def move(self, stream: Stream) -> None:
         """Once it leaves: the new one is asked to take it over."""
@@ -192,7 +158,7 @@ class TwoDecoders(UncountedLoad):
         choices = [replace(each, output_token_ids=each.output_token_ids[:-1]) for each in stream.delivery.open_choices]
         known = replace(stream.spec, choices=tuple(choices))
         placement = Placement(self.old.info, self.new.info)
-        stream.attempt = self._attempt(placement, stream.delivery, stream.recorded, stream.attempt)
+        stream.attempt = attempt_of(self, placement, stream.delivery, 60.0, stream.recorded.events, stream.attempt)
         stream.task = asyncio.create_task(stream.attempt.run(known))
 
     async def finish(self, *streams: Stream) -> None:
@@ -211,18 +177,6 @@ class TwoDecoders(UncountedLoad):
             engine.allow()
             await self.until(lambda num_steps=num_steps: engine.num_steps > num_steps)
             await asyncio.sleep(0.001)  # what it brought is told
-
-    async def until(self, condition: Callable[[], object]) -> None:
-        async with asyncio.timeout(WAIT_S):
-            while not condition():  # noqa: ASYNC110
-                await asyncio.sleep(0.001)
-
-    def _attempt(
-        self, placement: Placement, delivery: Delivery, recorded: RecordedRequest, source: Attempt | None = None
-    ) -> Attempt:
-        links: Any = self
-        pair, events = assigned(placement), recorded.events
-        return Attempt(pair, links, delivery, events, self.clock, 0.0, 60.0, lambda _: None, lambda: None, source)
 
 
 def computed_tokens(steps: list[Step]) -> int:
@@ -346,7 +300,7 @@ async def test_no_token_comes_from_the_old_one_once_its_blocks_are_pushed() -> N
 @pytest.mark.parametrize("overlap_steps", [True, False])
 @pytest.mark.parametrize("num_prompt_tokens", range(9, 14))
 async def test_several_choices_go_on_with_the_kv_of_their_prompt(num_prompt_tokens: int, overlap_steps: bool) -> None:
-    spec = spec_of(num_prompt_tokens, 30, num_choices=3)
+    spec = spec_of(num_prompt_tokens, 30, n=3)
     async with drained_at(7, spec, overlap_steps=overlap_steps) as (cores, stream):
         await cores.move(stream)
         cores.old.engine.let_go()
@@ -361,7 +315,7 @@ async def test_several_choices_go_on_with_the_kv_of_their_prompt(num_prompt_toke
 async def test_choices_that_have_ended_stay_ended_where_the_others_go(num_tokens: int) -> None:
     """Also one that ends in a step that was in flight when the others left, of which the other worker did not know."""
     for num_choices in (2, 3):
-        spec = spec_of(9, 40, num_choices=num_choices)
+        spec = spec_of(9, 40, n=num_choices)
         ends = expected_tokens(spec, 1)[num_tokens]
         spec = replace(spec, sampling=replace(spec.sampling, end_token_ids=frozenset((ends,))))
         async with drained_at(num_tokens, spec) as (cores, stream):

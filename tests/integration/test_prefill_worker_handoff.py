@@ -40,7 +40,7 @@ from worker.core import Worker
 
 CPU = torch.device("cpu")
 BLOCK_SIZE, CHUNK_TOKENS = 16, 64
-DEADLINE_S = 20.0
+DEADLINE_S = 60.0
 
 
 @pytest.fixture(scope="module")
@@ -63,7 +63,7 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
 
 @pytest.fixture
 async def target(engine: Engine) -> AsyncIterator[Target]:
-    made = Target(engine.layout, engine.fingerprint)
+    made = Target(engine.layout, engine.model.fingerprint)
     await made.receiver.start()
     yield made
     await made.receiver.stop()
@@ -105,6 +105,12 @@ class Rig:
         self.worker.grant(self.router, handle, offer.ticket, offer.endpoint)
         return handle
 
+    async def handed_off(self, handle: Handle) -> None:
+        """Fails with what the router is told if the hand-off fails."""
+        told = self.router
+        await told.until(lambda: handle in told.handoffs or handle in told.errors)
+        assert handle not in told.errors, told.errors[handle]
+
     def first_tokens(self, handle: Handle) -> dict[int, TokenId]:
         return {index: first.token_ids[0] for index, first in self.router.firsts[handle].items()}
 
@@ -115,7 +121,9 @@ class Rig:
 
 
 @pytest.fixture
-async def make_rig(engine: Engine) -> AsyncIterator[Callable[..., Rig]]:
+async def make_rig(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Callable[..., Rig]]:
+    # A machine that stands still for 5 s opens no hand-off in time; that fails the prompt, as it should.
+    monkeypatch.setattr("prefill_worker.outgoing_transfer._OPEN_TIMEOUT_S", DEADLINE_S)
     engine.cache.clear()
     engine.kv_cache.fill_poison()
     clock = MonotonicClock()
@@ -124,7 +132,7 @@ async def make_rig(engine: Engine) -> AsyncIterator[Callable[..., Rig]]:
 
     def make(transport: str = "auto") -> Rig:
         memory = PoolMemory(engine.kv_cache.blocks_view, None, new_incarnation())
-        sender = KvSender(memory, Fingerprints(engine.fingerprint, engine.layout), clock, transport)
+        sender = KvSender(memory, Fingerprints(engine.model.fingerprint, engine.layout), clock, transport)
         senders.append(sender)
         counted, max_tokens = CountedEngine(engine), engine.sizes.max_sequence_tokens
         sizes = {"max_seqs": 8, "chunk_tokens": CHUNK_TOKENS, "max_tokens": max_tokens, "vocab_size": VOCAB_SIZE}
@@ -177,7 +185,7 @@ async def test_received_blocks_equal_a_directly_computed_prompt_byte_for_byte(
     for num_tokens in (1, 15, 16, 17, 63, 64, 65, 200):
         spec, landing = spec_of(num_tokens, temperature=1.0), target.reserve(num_tokens)
         handle = rig.prefill(spec, landing.offer)
-        await rig.router.until(lambda handle=handle: handle in rig.router.handoffs)
+        await rig.handed_off(handle)
         blocks, first_tokens = computed_directly(engine, spec)
         assert target.block_bytes(landing) == blocks, num_tokens
         assert landing.first_tokens == first_tokens == rig.first_tokens(handle)
@@ -195,7 +203,7 @@ async def test_a_prompt_whose_blocks_are_found_arrives_as_one_that_is_computed(
     for spec, num_computed in zip(turns, (200, 8, 58), strict=True):
         landing = target.reserve(spec.num_prompt_tokens)
         handle = rig.prefill(spec, landing.offer)
-        await rig.router.until(lambda handle=handle: handle in rig.router.handoffs)
+        await rig.handed_off(handle)
         assert rig.router.cached_tokens[handle] == spec.num_prompt_tokens - num_computed
         blocks, first_tokens = computed_directly(engine, spec)
         assert target.block_bytes(landing) == blocks
@@ -216,7 +224,7 @@ async def test_a_prompt_that_was_released_at_any_chunk_is_found_as_far_as_it_was
     await rig.settles()
     landing = target.reserve(spec.num_prompt_tokens)
     again = rig.prefill(spec, landing.offer)
-    await rig.router.until(lambda: again in rig.router.handoffs)
+    await rig.handed_off(again)
     assert rig.router.cached_tokens[again] >= num_steps * CHUNK_TOKENS
     blocks, first_tokens = computed_directly(engine, spec)
     assert (target.block_bytes(landing), landing.first_tokens) == (blocks, first_tokens)
@@ -231,7 +239,7 @@ async def test_only_the_blocks_that_an_offer_asks_for_travel(
     rig, spec, first_block = make_rig(transport), spec_of(200), 5
     landing = target.reserve(200, first_block)
     handle = rig.prefill(spec, landing.offer)
-    await rig.router.until(lambda: handle in rig.router.handoffs)
+    await rig.handed_off(handle)
     blocks, first_tokens = computed_directly(engine, spec)
     assert target.block_bytes(landing) == blocks[first_block * engine.layout.block_bytes :]
     assert rig.router.handoffs[handle][0] == len(blocks) - first_block * engine.layout.block_bytes
@@ -245,7 +253,7 @@ async def test_each_choice_draws_the_token_that_a_request_with_its_seed_draws(
 ) -> None:
     rig, spec, landing = make_rig(), spec_of(90, seed=7, temperature=1.0, n=8), target.reserve(90)
     handle = rig.prefill(spec, landing.offer)
-    await rig.router.until(lambda: handle in rig.router.handoffs)
+    await rig.handed_off(handle)
     alone = {}
     for index in range(8):
         single = replace(spec, sampling=replace(spec.sampling, seed=7 + index), choices=(ChoiceSpec(0),))
@@ -264,7 +272,8 @@ async def test_prompts_in_one_ragged_batch_give_the_tokens_they_give_alone(
     specs = [spec_of(num_tokens) for num_tokens in (3, 40, 90, 7, 16, 33, 1, 130, 64, 5)]
     landings = [target.reserve(spec.num_prompt_tokens) for spec in specs]
     handles = [rig.prefill(spec, landing.offer) for spec, landing in zip(specs, landings, strict=True)]
-    await rig.router.until(lambda: len(rig.router.handoffs) == len(handles))
+    for handle in handles:
+        await rig.handed_off(handle)
     for spec, landing in zip(specs, landings, strict=True):
         assert landing.first_tokens == computed_directly(engine, spec)[1]
         target.let_go(landing)
@@ -302,7 +311,7 @@ async def test_released_during_the_transfer_both_pools_come_back(target: Target,
 
 
 async def test_a_receiver_that_goes_fails_the_prompt_as_retryable(engine: Engine, make_rig: Callable[..., Rig]) -> None:
-    rig, gone = make_rig(), Target(engine.layout, engine.fingerprint)
+    rig, gone = make_rig(), Target(engine.layout, engine.model.fingerprint)
     await gone.receiver.start()
     landing = gone.reserve(4 * CHUNK_TOKENS)
     handle = rig.prefill(spec_of(4 * CHUNK_TOKENS), landing.offer)
@@ -339,14 +348,3 @@ async def test_a_ticket_that_is_none_fails_its_prompt_alone(
     assert isinstance(rig.router.errors[bad], TransferError)
     await rig.settles()
     target.let_go(landing)
-
-
-async def test_a_ticket_for_fewer_blocks_than_the_prompt_has_fails(
-    target: Target, make_rig: Callable[..., Rig]
-) -> None:
-    rig, landing = make_rig(), target.reserve(16)
-    handle = rig.prefill(spec_of(40), landing.offer)
-    await rig.router.until(lambda: handle in rig.router.errors)
-    assert isinstance(rig.router.errors[handle], TransferError)
-    await rig.settles()
-    await target.arrivals.until(lambda: target.pool.num_free == NUM_BLOCKS)

@@ -9,17 +9,12 @@ from dataclasses import replace
 import pytest
 
 from tandem.errors import Unavailable
-from tandem.types import GroupSpec, RequestId, Role, SamplingParams, TokenId, WaitReason
-from tests.joined_cores import SILENCE_S, JoinedCores, Running
+from tandem.types import Role, WaitReason
+from tests.joined_cores import SILENCE_S, JoinedCores, Running, spec_of
 from tests.token_engine import WAIT_S, expected_tokens
 
 LONG_S = 6 * SILENCE_S
 """After which whoever has not been heard of is given up."""
-
-
-def spec_of(num_prompt_tokens: int, max_tokens: int, salt: int = 0, priority: int = 0) -> GroupSpec:
-    prompt = tuple(TokenId((37 * salt + 11 * i) % 1000) for i in range(num_prompt_tokens))
-    return GroupSpec(RequestId(f"r{salt}"), prompt, SamplingParams(max_tokens=max_tokens), priority=priority)
 
 
 async def finish(running: list[Running]) -> None:
@@ -140,7 +135,8 @@ async def test_small_pools_on_both_sides_never_wait_for_each_other(seed: int) ->
     ) as cores:
         running = []
         for salt in range(16):
-            running.append(cores.start(spec_of(draw.randint(1, 32), draw.randint(1, 16), salt, draw.randint(0, 1))))
+            spec = spec_of(draw.randint(1, 32), draw.randint(1, 16), salt, priority=draw.randint(0, 1))
+            running.append(cores.start(spec))
             for _ in range(draw.randint(0, 8)):
                 await asyncio.sleep(0)
             if draw.random() < 0.25:

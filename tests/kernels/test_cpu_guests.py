@@ -22,6 +22,7 @@ from engine.draws import SampleSpec
 from engine.kv_cache import KvCache
 from engine.step import ScheduledSeq
 from kernels import cpu
+from kernels.compiled_step import StepInputs
 from kernels.cpu.core_loans import ENTRY_BYTES, CoreLedger, CoreLoan
 from kernels.cpu.library import Library, max_threads, take_threads
 from kernels.cpu.row_max import RowMax
@@ -238,8 +239,8 @@ def test_guests_that_come_and_go_change_no_bit_of_a_step(ledger, entries, tmp_pa
 
     def logits() -> torch.Tensor:
         with torch.inference_mode():
-            inputs = (batch.token_ids, batch.positions, kv_cache.tensor, batch.metadata, batch.sample_rows)
-            return model.decoder.forward(*inputs)
+            inputs = StepInputs(batch.token_ids, batch.positions, kv_cache.tensor, batch.metadata, batch.sample_rows)
+            return model.decoder.forward(inputs)
 
     kv_cache.tensor.normal_()
     expected = logits()

@@ -72,7 +72,7 @@ def test_rows_of_a_packed_weight_are_those_that_were_packed(operations, shape, d
 
 @pytest.mark.parametrize("ids", [[-1], [0, 8]], ids=str)
 def test_an_id_that_is_no_row_is_refused(library, ids):
-    embedding = open_embedding(library, open_linear(library, _normal(8, 8, dtype=torch.float32), None))
+    embedding = open_embedding(library, open_linear(library, _normal(8, 8, dtype=torch.float32), None, None))
     with pytest.raises(InternalError, match="token_ids"):
         embedding(torch.tensor(ids))
 
@@ -133,7 +133,7 @@ def test_a_gated_map_refuses_by_name(library):
     with pytest.raises(InternalError, match="weight: 7 rows"):
         CpuOperations(library).gated_linear(torch.zeros(7, 32), None)
     with pytest.raises(InternalError, match="bias: out is 7, elsewhere 8"):
-        CpuOperations(library).gated_linear(torch.zeros(8, 32), torch.zeros(7))
+        CpuOperations(library).gated_linear(torch.zeros(8, 32), torch.zeros(7), None)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -181,11 +181,11 @@ def test_packed_memory_is_aligned_kept_apart_and_freed():
     ids=["dtype", "width", "vector", "stride", "device"],
 )
 def test_a_map_refuses_by_name(x, message):
-    linear = open_linear(Library(), torch.zeros(16, 64, dtype=torch.bfloat16), None)
+    linear = open_linear(Library(), torch.zeros(16, 64, dtype=torch.bfloat16), None, None)
     with pytest.raises(InternalError, match=message):
         linear(x)
 
 
 def test_a_bias_that_does_not_fit_is_refused_by_name(library):
     with pytest.raises(InternalError, match="bias: out is 7, elsewhere 8"):
-        open_linear(library, torch.zeros(8, 32), torch.zeros(7))
+        open_linear(library, torch.zeros(8, 32), torch.zeros(7), None)

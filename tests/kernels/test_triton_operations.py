@@ -127,15 +127,9 @@ def test_rotation_rounds_once_and_stores_what_it_wrote_and_nothing_else(shape, n
 
 @on_each_device
 @pytest.mark.parametrize("is_wide", [False, True])
-def test_a_norm_of_heads_may_have_wide_weights(is_wide, device):
-    case = oracle.Rotation.make(5, (4, 2), 64, 16, torch.bfloat16, normed=True, is_wide=is_wide)
-    check_rotation(case.to(device))
-
-
-@on_each_device
-@pytest.mark.parametrize("is_wide", [False, True])
-def test_heads_may_be_normed_as_one_row(is_wide, device):
-    case = oracle.Rotation.make(5, (4, 2), 64, 16, torch.float32, normed=True, is_whole=True, is_wide=is_wide)
+@pytest.mark.parametrize(("is_whole", "dtype"), [(False, torch.bfloat16), (True, torch.float32)])
+def test_a_norm_may_span_all_heads_and_have_wide_weights(dtype, is_whole, is_wide, device):
+    case = oracle.Rotation.make(5, (4, 2), 64, 16, dtype, normed=True, is_whole=is_whole, is_wide=is_wide)
     check_rotation(case.to(device))
 
 

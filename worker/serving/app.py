@@ -131,7 +131,7 @@ class Foundation:
 
     def fingerprints(self, engine: Engine) -> Fingerprints:
         """What the other side of a transfer must share."""
-        return Fingerprints(engine.fingerprint, engine.layout)
+        return Fingerprints(engine.model.fingerprint, engine.layout)
 
     def info(self, engine: Engine) -> WorkerInfo:
         """Returns what routers learn; address and the role's own fields are filled in later."""
@@ -142,7 +142,7 @@ class Foundation:
             address="",
             model=self.checkpoint.name,
             config_fingerprint=self.checkpoint.config_fingerprint,
-            model_fingerprint=engine.fingerprint,
+            model_fingerprint=engine.model.fingerprint,
             layout_fingerprint=engine.layout.fingerprint(),
             transports=self.transports,
             local_prefill_tokens=0,

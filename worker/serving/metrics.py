@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator
 
-from engine.prefix_cache import CacheCounters
+from engine.cache_counters import CacheCounters
 from kvtransfer.base import SenderGaveUp
 from shell.clock import Clock
 from shell.telemetry import events

@@ -212,7 +212,7 @@ def open_bench(load_tiny_engine: Callable[..., Engine]) -> Callable[..., object]
         memory = PoolMemory(
             engine.kv_cache.host_rows, engine.kv_cache.shared_fd, new_incarnation(), engine.kv_cache.staging
         )
-        prints = Fingerprints(engine.fingerprint, engine.layout)
+        prints = Fingerprints(engine.model.fingerprint, engine.layout)
         receiver = KvReceiver(memory, prints, MonotonicClock(), (SHM, TCP), "127.0.0.1")
         max_tokens = engine.sizes.max_sequence_tokens
         parts = parts_of(

@@ -37,7 +37,7 @@ async def open_prefill(engine: Engine, transport: str) -> AsyncIterator[Worker]:
     memory = PoolMemory(
         engine.kv_cache.host_rows, engine.kv_cache.shared_fd, new_incarnation(), engine.kv_cache.staging
     )
-    prints = Fingerprints(engine.fingerprint, engine.layout)
+    prints = Fingerprints(engine.model.fingerprint, engine.layout)
     sender = KvSender(memory, prints, clock, transport)
     max_tokens = engine.sizes.max_sequence_tokens
     sizes = {"max_seqs": 8, "chunk_tokens": 32, "max_tokens": max_tokens, "vocab_size": VOCAB_SIZE}
@@ -195,7 +195,7 @@ async def opened_by_child(bench: Any, spec: GroupSpec, transport: str) -> AsyncI
     handle = bench.reserve(spec, local_prefill=False)
     await bench.router.until(lambda: handle in bench.router.grants)
     ticket, endpoint = bench.router.grants[handle]
-    child = idle_writer(transport, ticket, endpoint, Fingerprints(bench.engine.fingerprint, bench.engine.layout))
+    child = idle_writer(transport, ticket, endpoint, Fingerprints(bench.engine.model.fingerprint, bench.engine.layout))
     try:
         assert await child.hear() == OPENED
         yield child, handle

@@ -6,10 +6,9 @@ import asyncio
 from collections import defaultdict
 from typing import Any
 
-import grpc.aio
 import pytest
 
-from tandem.errors import InvalidRequest, Unavailable
+from tandem.errors import InvalidRequest
 from tandem.foreign import vllm_engine_pb2 as vllm
 from tandem.foreign.vllm_engine_pb2_grpc import VllmEngineStub
 from tandem.types import FinishReason, Role
@@ -167,19 +166,6 @@ async def test_a_replay_resumes_only_the_choices_that_are_not_finished(cluster: 
     assert [each.index for each in resumed.choices] == [0, 2]
     assert [len(each.output_token_ids) for each in resumed.choices] == [1, 1]
     assert seen.usage.completion_tokens == 2 * LENGTH + 4
-
-
-async def test_without_a_replacement_the_tokens_until_then_come_before_the_status(cluster: Any) -> None:
-    _, decode = await cluster.add_pair()
-    decode.pause_at(4)
-    call = cluster.generate(*PROMPT, n=3, max_tokens=LENGTH)
-    await cluster.until(lambda: decode.offsets == [4, 4, 4])
-    await cluster.until(lambda: [num_told(cluster, index) for index in range(3)] == [4, 4, 4])
-    await decode.die()
-    error, code, tokens = await cluster.error_of(call)
-    assert code is grpc.StatusCode.UNAVAILABLE
-    assert isinstance(error, Unavailable)
-    assert sorted(tokens) == sorted(token for each in expected(cluster, 3, 4).values() for token in each)
 
 
 async def test_the_default_of_max_tokens_lets_the_group_fit_the_pool(cluster: Any) -> None:

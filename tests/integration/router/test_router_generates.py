@@ -40,17 +40,6 @@ async def test_the_first_token_reaches_the_client_before_the_hand_off_is_over(cl
     assert await cluster.read_tokens(call) == cluster.completion(PROMPT, 8)[1:]
 
 
-async def test_decoded_tokens_that_overtake_the_first_token_wait_for_it(cluster: Any) -> None:
-    prefill, decode = await cluster.add_pair()
-    prefill.hold("first")
-    decode.pause_at(4)
-    call = cluster.generate(*PROMPT)
-    await cluster.until(lambda: decode.offsets == [4])
-    prefill.let_go()
-    decode.let_go()
-    assert await cluster.read_tokens(call) == cluster.completion(PROMPT, 8)
-
-
 async def test_a_first_token_that_ends_the_sequence_needs_no_hand_off(cluster: Any) -> None:
     prefill, decode = await cluster.add_pair()
     response = await cluster.generate(*PROMPT, max_tokens=1).read()

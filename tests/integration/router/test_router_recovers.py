@@ -117,19 +117,6 @@ async def test_prefill_may_die_once_decode_makes_tokens(cluster: Any) -> None:
     assert await cluster.read_tokens(call) == cluster.completion(PROMPT, LENGTH)
 
 
-async def test_a_first_token_lost_with_its_worker_is_computed_again(cluster: Any) -> None:
-    prefill, decode = await cluster.add_pair()
-    prefill.hold("first")
-    decode.pause_at(4)
-    call = cluster.generate(*PROMPT, max_tokens=LENGTH)
-    await cluster.until(lambda: decode.offsets == [4])
-    await cluster.add(Role.PREFILL, "p1")
-    await prefill.die()
-    await cluster.until(lambda: len(decode.specs) == 2)
-    decode.let_go()
-    assert await cluster.read_tokens(call) == cluster.completion(PROMPT, LENGTH)
-
-
 @pytest.mark.parametrize("error", [TransferError("x"), ChecksumMismatch("x"), Overloaded("x")])
 async def test_a_retryable_failure_is_tried_again_even_on_the_only_pair(cluster: Any, error: Any) -> None:
     _, decode = await cluster.add_pair()
@@ -140,17 +127,6 @@ async def test_a_retryable_failure_is_tried_again_even_on_the_only_pair(cluster:
     decode.let_go()
     assert await cluster.read_tokens(call) == cluster.completion(PROMPT, LENGTH)
     assert len(decode.specs) == 2
-
-
-async def test_a_pair_that_failed_is_avoided_while_there_are_others(cluster: Any) -> None:
-    _, decode = await cluster.add_pair()
-    decode.hold("decode")
-    call = cluster.generate(*PROMPT, max_tokens=LENGTH)
-    await cluster.until(lambda: not decode.idle)
-    _, other = await cluster.add_pair("1")
-    decode.fail_all(TransferError("bytes differ"))
-    assert await cluster.read_tokens(call) == cluster.completion(PROMPT, LENGTH)
-    assert (len(decode.specs), len(other.specs)) == (1, 1)
 
 
 async def test_a_worker_that_failed_is_left_alone_though_its_only_partner_was_blamed_as_well(cluster: Any) -> None:
@@ -181,22 +157,6 @@ async def _burden(cluster: Any, worker: Any, **load: Any) -> None:
     """Returns once the router knows of the worker's new load."""
     worker.load = replace(worker.load, **load)
     await cluster.until(lambda: any(view.load == worker.load for view in cluster.router.workers.views()))
-
-
-async def test_a_stream_that_gets_on_outlives_any_number_of_workers(launch: Any, policy: Any) -> None:
-    cluster = await launch(policy=policy(max_retries=1, progress_tokens=3))
-    _, decode = await cluster.add_pair()
-    decode.pause_at(3)
-    call = cluster.generate(*PROMPT, max_tokens=LENGTH)
-    tokens: list[int] = []
-    for number in range(1, 4):
-        while len(tokens) < 3 * number:
-            tokens += (await call.read()).token_ids
-        successor = await cluster.add(Role.DECODE, f"d{number}")
-        successor.pause_at(3 * (number + 1))
-        await decode.die()
-        decode = successor
-    assert tokens + await cluster.read_tokens(call) == cluster.completion(PROMPT, LENGTH)
 
 
 async def test_kv_lost_again_and_again_is_data_loss(launch: Any, policy: Any) -> None:

@@ -8,8 +8,7 @@ from collections.abc import Sequence
 import pytest
 
 from bench.goodput import QUICK, climb, pairs_table, server_document
-from bench.goodput_loads import Arrival
-from bench.goodput_trial import FAILED, Objectives, Outcome, Trial, passes, run_trial
+from bench.goodput_trial import FAILED, Arrival, Objectives, Outcome, Trial, passes, run_trial
 from bench.peers.process import PeerError
 from bench.support.streams import OnFirst, Prompt, Stream
 

@@ -4,7 +4,7 @@ from statistics import mean, median, pstdev
 
 import pytest
 
-from bench.goodput_loads import LOADS, Load, arrivals
+from bench.goodput_trial import LOADS, Load, arrivals
 
 MIXED = LOADS["mixed"]
 

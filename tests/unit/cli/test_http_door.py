@@ -19,6 +19,12 @@ def config(http: str | None, **security: Any) -> ServeConfig:
     return ServeConfig(http=http, router=RouterConfig(security=SecurityConfig(**security)))
 
 
+def read(cls: type[Any], *argv: str) -> Any:
+    parser = argparse.ArgumentParser()
+    add_arguments(parser, cls)
+    return load(cls, parser.parse_args(argv), {})
+
+
 def test_a_door_on_loopback_is_fine() -> None:
     check_http(config("127.0.0.1:0"))
     check_http(config("127.0.0.1:0", token_file="tokens"))
@@ -42,9 +48,7 @@ def test_half_of_it_is_not_enough_beyond_loopback(security: dict[str, Any]) -> N
 def test_the_door_is_told_how_to_call_the_router() -> None:
     secured = config("127.0.0.1:0", tls_cert="c", tls_key="k", tls_ca="a", tls_client_ca="b", token_file="t")
     spec = http_spec(secured, "127.0.0.1:0", "127.0.0.1:50051", [0])
-    parser = argparse.ArgumentParser()
-    add_arguments(parser, HttpDoorConfig)
-    door = load(HttpDoorConfig, parser.parse_args(spec.arguments), {})
+    door = read(HttpDoorConfig, *spec.arguments)
     assert (door.listen, door.router) == ("127.0.0.1:0", "127.0.0.1:50051")
     assert spec.stop_grace_s > door.drain_grace_s == secured.router.drain_grace_s
     assert door.security == client_side(secured.router.security)
@@ -63,9 +67,7 @@ def test_the_gateway_gets_the_options_that_are_meant_for_it() -> None:
         router=RouterConfig(chat_template="chat.jinja", log_format="json"),
     )
     spec = http_spec(given, "127.0.0.1:0", "127.0.0.1:50051", [0])
-    parser = argparse.ArgumentParser()
-    add_arguments(parser, HttpDoorConfig)
-    words = _words(load(HttpDoorConfig, parser.parse_args(spec.arguments), {}).gateway)
+    words = _words(read(HttpDoorConfig, *spec.arguments).gateway)
     assert words == [
         *("--chat-template", "chat.jinja", "--log-json", "--tool-call-parser", "qwen"),
         *("--cors-allowed-origins", "https://a", "https://b"),
@@ -74,7 +76,5 @@ def test_the_gateway_gets_the_options_that_are_meant_for_it() -> None:
 
 @pytest.mark.parametrize("word", ["worker-urls=grpc://stranger:1", "control-plane-api-keys=a:b:admin:c", "--parser"])
 def test_no_option_of_the_gateway_is_passed_on_that_says_whom_it_calls_or_who_may_call_it(word: str) -> None:
-    parser = argparse.ArgumentParser()
-    add_arguments(parser, ServeConfig)
     with pytest.raises(ConfigError, match="--http-gateway"):
-        load(ServeConfig, parser.parse_args([f"--http-gateway={word}"]), {})
+        read(ServeConfig, f"--http-gateway={word}")

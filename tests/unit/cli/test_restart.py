@@ -18,25 +18,15 @@ def policy(clock: ManualClock) -> RestartPolicy:
     return RestartPolicy(clock, first_delay_s=1, max_delay_s=5, healthy_after_s=30, max_failed_starts=3)
 
 
-def test_a_healthy_life_starts_the_delays_over(policy: RestartPolicy, clock: ManualClock) -> None:
-    policy.became_ready()
-    policy.restart_delay_s(KILLED)
-    policy.restart_delay_s(KILLED)
-    policy.became_ready()
-    clock.advance_s(30)
-    assert policy.restart_delay_s(KILLED) == 0
-
-
-def test_a_short_life_does_not(policy: RestartPolicy, clock: ManualClock) -> None:
+@pytest.mark.parametrize(("life_s", "delay_s"), [(30, 0), (29, 1)])
+def test_a_healthy_life_starts_the_delays_over(
+    policy: RestartPolicy, clock: ManualClock, life_s: float, delay_s: float
+) -> None:
     policy.became_ready()
     policy.restart_delay_s(KILLED)
     policy.became_ready()
-    clock.advance_s(29)
-    assert policy.restart_delay_s(KILLED) == 1
-
-
-def test_a_bad_config_gives_up_at_once(policy: RestartPolicy) -> None:
-    assert policy.restart_delay_s(2) is None
+    clock.advance_s(life_s)
+    assert policy.restart_delay_s(KILLED) == delay_s
 
 
 @pytest.mark.parametrize("code", [0, 1, 2, KILLED])

@@ -57,7 +57,7 @@ class World:
         self.batch.join(Request(HeardRouter(), Handle(number), spec, number, 0.0, deadline, Events()))
 
     def release(self, number: int) -> None:
-        for request in [each for each in self.batch.requests if each.handle == number]:
+        for request in [each for each in self.batch._requests if each.handle == number]:
             self.batch.leave(request)
 
     def launch(self) -> object:

@@ -10,8 +10,8 @@ from typing import Any
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from decode_worker.admission import STANDSTILL_S
 from decode_worker.incoming_transfers import HANDOFF_S
+from decode_worker.reservations import STANDSTILL_S
 from tandem.errors import Overloaded
 from tandem.types import GroupSpec, Handle, TokenId
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from decode_worker import admission
+from decode_worker import reservations
 from decode_worker.incoming_transfers import HANDOFF_S
 from engine.engine_thread import EngineBroken
 from tandem.errors import (
@@ -288,7 +288,7 @@ async def test_a_broken_engine_ends_the_worker(open_bench: Any, make_spec: MakeS
 
 
 async def test_a_full_line_is_overload(open_bench: Any, make_spec: MakeSpec, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(admission, "MAX_QUEUED", 2)
+    monkeypatch.setattr(reservations, "MAX_QUEUED", 2)
     async with open_bench(num_blocks=4) as bench:
         handles = [bench.reserve(i, make_spec(9, 7)) for i in range(3)]
         assert isinstance(bench.router.errors[handles[2]], Overloaded)

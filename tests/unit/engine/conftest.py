@@ -8,9 +8,14 @@ from itertools import pairwise
 import pytest
 import torch
 
+from engine.block_pool import BlockPool
+from engine.group import Group
 from engine.kv_cache import KvCache
+from engine.prefix_cache import PrefixCache
+from engine.runner import Runner
 from engine.sequence import Sequence
-from kernels.attention import AttentionMetadata
+from engine.step import Sampled, Step
+from kernels.compiled_step import StepInputs
 from tandem.kv_layout import DType, KvLayout
 from tandem.types import SamplingParams, TokenId
 
@@ -27,24 +32,11 @@ class SumDecoder:
     def __init__(self) -> None:
         self.num_projected_rows: list[int] = []
 
-    def forward(
-        self,
-        token_ids: torch.Tensor,
-        positions: torch.Tensor,
-        kv_cache: torch.Tensor,
-        metadata: AttentionMetadata,
-        sample_rows: torch.Tensor,
-    ) -> torch.Tensor:
-        return self.project(self.hidden(token_ids, positions, kv_cache, metadata, sample_rows))
+    def forward(self, step: StepInputs) -> torch.Tensor:
+        return self.project(self.hidden(step))
 
-    def hidden(
-        self,
-        token_ids: torch.Tensor,
-        positions: torch.Tensor,
-        kv_cache: torch.Tensor,
-        metadata: AttentionMetadata,
-        sample_rows: torch.Tensor,
-    ) -> torch.Tensor:
+    def hidden(self, step: StepInputs) -> torch.Tensor:
+        token_ids, positions, kv_cache, metadata, rows = step
         block_size = kv_cache.shape[4]
         slots = kv_cache[:, 0, 0, 0, :, 0]  # [N, S]
         slots[metadata.slot_mapping // block_size, metadata.slot_mapping % block_size] = token_ids.float()
@@ -57,7 +49,7 @@ class SumDecoder:
                 assert position == metadata.seq_lens_host[seq] - (end - token)
                 blocks = metadata.block_tables[seq, : position // block_size + 1].long()
                 sums[token] = slots[blocks].flatten()[: position + 1].sum()
-        return sums[sample_rows, None]
+        return sums[rows, None]
 
     def project(self, hidden: torch.Tensor) -> torch.Tensor:
         self.num_projected_rows.append(len(hidden))
@@ -85,3 +77,36 @@ def make_seq() -> Callable[..., Sequence]:
         return Sequence(index, params, tuple(map(TokenId, token_ids)), map(TokenId, output))
 
     return make
+
+
+class GroupDriver:
+    """Takes steps of one group: copies, blocks and tokens of at most `seqs_per_step` seqs in each."""
+
+    def __init__(self, runner: Runner, pool: BlockPool, seqs_per_step: int = 99) -> None:
+        self._runner = runner
+        self._pool = pool
+        self._cache = PrefixCache(pool, enabled=False)
+        self._seqs_per_step = seqs_per_step
+        self.most_live = 0
+
+    def run(self, group: Group) -> list[tuple[Sequence, tuple[Sequence, ...], tuple[Sampled, ...]]]:
+        """Returns each seq of the step, who drew from it, and what."""
+        seqs = [each for each in group.running if not each.num_pending_tokens][: self._seqs_per_step]
+        drawers, copies, scheduled = [each.drawers for each in seqs], [], []
+        for seq in seqs:
+            copies += group.copy_on_write(seq, self._cache)
+            seq.add_blocks(self._pool.allocate(seq.blocks_wanted(seq.num_remaining_tokens, self._pool.block_size)))
+            scheduled.append(seq.schedule(seq.num_remaining_tokens))
+        outputs = self._runner.run(Step(tuple(scheduled), copies=tuple(copies))).outputs
+        self.most_live = max(self.most_live, self._pool.counts().live)
+        return list(zip(seqs, drawers, outputs, strict=True))
+
+    def preempt(self, group: Group) -> None:
+        for table in group.take_blocks():
+            self._pool.release(table)
+        self._pool.assert_idle()
+
+
+@pytest.fixture
+def pool(kv_cache: KvCache) -> BlockPool:
+    return BlockPool(kv_cache.num_blocks, kv_cache.layout.block_size)

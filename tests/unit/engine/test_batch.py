@@ -67,32 +67,22 @@ def test_a_table_too_short_for_its_tokens_is_refused() -> None:
         build_batch([scheduled([1, 2], 3, [3])], 4, CPU)
 
 
-def from_end(*counts: int) -> tuple[SampleSpec, ...]:
-    return tuple(SAMPLE._replace(from_end=count) for count in counts)
-
-
 def test_draws_that_share_a_row_of_logits_share_its_computation() -> None:
     seqs = [
-        scheduled([1, 2, 3], 0, [3], from_end(2, 1, 0)),
+        scheduled([1, 2, 3], 0, [3]),
         scheduled([4], 4, [2, 0], ()),
-        scheduled([5, 6], 0, [1], from_end(0, 0, 1, 0)),
+        scheduled([5, 6], 0, [1], (SAMPLE,) * 3),
     ]
     batch = build_batch(seqs, 4, CPU)
-    assert batch.sample_rows.tolist() == [0, 1, 2, 4, 5]
+    assert batch.sample_rows.tolist() == [2, 5]
     assert batch.draw_rows is not None
-    assert batch.draw_rows.tolist() == [0, 1, 2, 4, 4, 3, 4]
-    assert batch.num_draws == (3, 0, 4)
-
-
-@pytest.mark.parametrize("count", [-1, 2])
-def test_a_draw_from_a_token_that_is_not_scheduled_is_refused(count: int) -> None:
-    with pytest.raises(InternalError, match="before the end"):
-        build_batch([scheduled([1, 2], 0, [3]), scheduled([1, 2], 0, [4], from_end(count))], 4, CPU)
+    assert batch.draw_rows.tolist() == [0, 1, 1, 1]
+    assert batch.num_draws == (1, 0, 3)
 
 
 def test_rows_come_before_chunks_and_their_draws_before_those_of_chunks() -> None:
     rows = DecodeRows.of([scheduled([7], 4, [9, 8]), scheduled([6], 0, [3])])
-    chunks = [scheduled([10, 11, 12], 3, [7, 5], samples=()), scheduled([20, 21], 3, [2, 0], from_end(0, 1))]
+    chunks = [scheduled([10, 11, 12], 3, [7, 5], samples=()), scheduled([20, 21], 3, [2, 0], (SAMPLE, SAMPLE))]
     mixed, alone = build_batch(chunks, 4, CPU, rows), build_batch([*chunks_of(rows), *chunks], 4, CPU)
     assert (mixed.num_rows, mixed.num_draws, alone.num_draws) == (2, (0, 2), (1, 1, 0, 2))
     for name in ("token_ids", "positions", "sample_rows", "draw_rows"):

@@ -7,16 +7,14 @@ import torch
 
 from engine.beam import BeamSearch, num_candidates
 from engine.beam_group import BeamGroup, candidates_of, new_group
-from engine.block_pool import BlockPool
 from engine.draws import SampleSpec
 from engine.group import Group
-from engine.prefix_cache import PrefixCache
 from engine.runner import Runner
-from engine.sequence import Sequence
-from engine.step import BrokenLogits, Step
+from engine.step import BrokenLogits
 from tandem.errors import InternalError
 from tandem.types import Candidates, ChoiceSpec, GroupSpec, RequestId, SamplingParams, TokenId
 from tests.drawing import history, sample
+from tests.unit.engine.conftest import GroupDriver
 
 BLOCK_SIZE, VOCAB_SIZE = 4, 97
 PROMPT = (3, 1, 4, 1, 5, 9)
@@ -51,50 +49,22 @@ def _said(hypothesis) -> tuple[tuple[int, ...], float]:
     return tuple(each.token_id for each in hypothesis.tokens), hypothesis.score
 
 
-class Worker:
+class Worker(GroupDriver):
     """Runs one group to its end, as few or as many beams per step as it is told."""
 
-    def __init__(self, runner: Runner, pool: BlockPool, seqs_per_step: int = 99) -> None:
-        self._runner = runner
-        self._pool = pool
-        self._cache = PrefixCache(pool, enabled=False)
-        self._seqs_per_step = seqs_per_step
-        self.most_live = 0
-
     def step(self, group: BeamGroup) -> None:
-        seqs = [each for each in group.running if not each.num_pending_tokens][: self._seqs_per_step]
-        copies, scheduled = [], []
-        for seq in seqs:
-            copies += group.copy_on_write(seq, self._cache)
-            seq.add_blocks(self._pool.allocate(seq.blocks_wanted(seq.num_remaining_tokens, BLOCK_SIZE)))
-            scheduled.append(seq.schedule(seq.num_remaining_tokens))
-        outputs = self._runner.run(Step(tuple(scheduled), copies=tuple(copies))).outputs
-        self.most_live = max(self.most_live, self._pool.counts().live)
-        for seq, drawn in zip(seqs, outputs, strict=True):
-            self._apply(group, seq, drawn)
-
-    def _apply(self, group: BeamGroup, seq: Sequence, drawn) -> None:
-        for sampled in drawn:
-            for table in group.draw(seq, candidates_of(sampled), self._pool):
-                self._pool.release(table)
-        if not group.is_forked and not group.is_finished:
-            group.fork(self._pool)
-
-    def preempt(self, group: BeamGroup) -> None:
-        for table in group.take_blocks():
-            self._pool.release(table)
-        self._pool.assert_idle()
+        for seq, _, outputs in self.run(group):
+            for sampled in outputs:
+                for table in group.draw(seq, candidates_of(sampled), self._pool):
+                    self._pool.release(table)
+            if not group.is_forked and not group.is_finished:
+                group.fork(self._pool)
 
     def finish(self, group: BeamGroup) -> list[tuple[tuple[int, ...], float]]:
         while not group.is_finished:
             self.step(group)
         self.preempt(group)
         return [_said(group.best(index)) for index in range(group.spec.num_seqs)]
-
-
-@pytest.fixture
-def pool(kv_cache) -> BlockPool:
-    return BlockPool(kv_cache.num_blocks, BLOCK_SIZE)
 
 
 @pytest.fixture

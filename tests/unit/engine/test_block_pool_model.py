@@ -52,7 +52,7 @@ class PoolMachine(RuleBasedStateMachine):
             return
         blocks = self.pool.allocate(count, state)
         assert len(blocks) == count
-        generations = {block: self.pool.generation(block) for block in blocks}
+        generations = {block: int(self.pool.generations((block,))[0]) for block in blocks}
         for block, generation in generations.items():
             assert generation > self.last_generation[block]
             self.last_generation[block] = generation
@@ -147,7 +147,7 @@ class PoolMachine(RuleBasedStateMachine):
                 assert self.pool.state(block) is group.state
                 assert self.pool.ref_count(block) == holders
                 assert self.pool.is_shared(block) == (holders > 1 or group.known)
-                assert self.pool.generation(block) == group.generations[block]
+                assert int(self.pool.generations((block,))[0]) == group.generations[block]
 
 
 TestPoolMachine = PoolMachine.TestCase

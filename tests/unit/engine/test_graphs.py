@@ -20,6 +20,7 @@ from engine.kv_cache import KvCache
 from engine.runner import Runner
 from engine.step import ScheduledSeq, Step
 from kernels.attention import AttentionMetadata, AttentionParams
+from kernels.compiled_step import StepInputs
 from kernels.dispatch import select_kernels
 from kernels.operations import Kernels
 from kernels.reference import ReferenceBackend
@@ -141,7 +142,9 @@ def batch_of(seqs: list[ScheduledSeq]) -> Batch:
 
 
 def forward(decoder: Forward, cache: KvCache, batch: Batch) -> torch.Tensor:
-    return decoder.forward(batch.token_ids, batch.positions, cache.tensor, batch.metadata, batch.sample_rows)
+    return decoder.forward(
+        StepInputs(batch.token_ids, batch.positions, cache.tensor, batch.metadata, batch.sample_rows)
+    )
 
 
 def captured(model: LoadedModel, cache: KvCache, capturer: CallAgain) -> DecodeGraphs:

@@ -6,14 +6,12 @@ from dataclasses import replace
 
 import pytest
 
-from engine.block_pool import BlockPool
 from engine.group import Group
-from engine.prefix_cache import PrefixCache
 from engine.runner import Runner
-from engine.step import Step
 from tandem.errors import FrameError, InternalError
 from tandem.first_tokens import NextTokens
 from tandem.types import ChoiceSpec, GroupSpec, RequestId, SamplingParams, TokenId
+from tests.unit.engine.conftest import GroupDriver
 
 BLOCK_SIZE = 4
 PROMPT = (3, 1, 4, 1, 5, 9)
@@ -25,25 +23,15 @@ def spec_of(*outputs: tuple[int, ...], prompt: tuple[int, ...] = PROMPT, **sampl
     return GroupSpec(RequestId("r"), tuple(map(TokenId, prompt)), params, choices)
 
 
-class Worker:
-    """Runs groups to their end, one step at a time, every seq in each step."""
-
-    def __init__(self, runner: Runner, pool: BlockPool) -> None:
-        self._runner = runner
-        self._pool = pool
+class Worker(GroupDriver):
+    """Runs groups to their end, every seq in each step."""
 
     def step(self, group: Group) -> None:
-        copies, scheduled, drawers = [], [], []
-        for seq in group.running:
-            copies += group.copy_on_write(seq, PrefixCache(self._pool))
-            seq.add_blocks(self._pool.allocate(seq.blocks_wanted(seq.num_remaining_tokens, BLOCK_SIZE)))
-            drawers.append(seq.drawers)
-            scheduled.append(seq.schedule(seq.num_remaining_tokens))
-        result = self._runner.run(Step(tuple(scheduled), copies=tuple(copies)))
+        ran = self.run(group)
         if not group.is_forked:
             group.fork(self._pool)
-        for seqs, outputs in zip(drawers, result.outputs, strict=True):
-            for seq, (token,) in zip(seqs, outputs, strict=True):
+        for _, drawers, outputs in ran:
+            for seq, (token,) in zip(drawers, outputs, strict=True):
                 if seq.append_token(token.token_id):
                     self._pool.release(seq.take_blocks())
 
@@ -51,11 +39,6 @@ class Worker:
         while not group.is_finished:
             self.step(group)
         return [each.output_token_ids for each in group.sequences]
-
-
-@pytest.fixture
-def pool(kv_cache) -> BlockPool:
-    return BlockPool(kv_cache.num_blocks, BLOCK_SIZE)
 
 
 @pytest.fixture
@@ -83,15 +66,15 @@ def test_choices_equal_requests_of_their_own_with_the_derived_seeds(worker, pool
     pool.assert_idle()
 
 
+@pytest.mark.parametrize("count", [1, 3])
 @pytest.mark.parametrize("num_steps", [1, 2, 4])
-def test_a_preempted_group_starts_again_and_ends_with_the_same_tokens(worker, pool, kv_cache, num_steps: int) -> None:
-    spec = spec_of((), (), (), max_tokens=6)
+def test_a_preempted_group_starts_again_and_ends_with_the_same_tokens(worker, pool, kv_cache, num_steps, count) -> None:
+    spec = spec_of(*[()] * count, max_tokens=6)
     group = Group(spec)
     for _ in range(num_steps):
         worker.step(group)
     num_free = pool.num_free + group.num_own_blocks(pool)
-    for table in group.take_blocks():
-        pool.release(table)
+    worker.preempt(group)
     assert pool.num_free == num_free == pool.num_blocks
     assert (group.is_forked, group.holds_blocks) == (False, False)
     kv_cache.fill_poison()

@@ -10,6 +10,7 @@ from collections import Counter
 from dataclasses import dataclass, replace
 
 import hypothesis.strategies as st
+import pytest
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
@@ -228,10 +229,7 @@ def test_a_pool_without_room_leaves_the_shared_block_as_it_is() -> None:
     group = Group(GroupSpec(RequestId("r"), (TokenId(1),), params, (ChoiceSpec(0), ChoiceSpec(1))))
     group.land(pool.allocate(1), {0: TokenId(2), 1: TokenId(3)}, pool)
     held = pool.allocate(1)
-    try:
+    with pytest.raises(PoolExhausted):
         group.copy_on_write(group.sequences[0], PrefixCache(pool))
-    except PoolExhausted:
-        assert group.sequences[0].block_table[0] == group.sequences[1].block_table[0]
-    else:
-        raise AssertionError("a block out of nothing")
+    assert group.sequences[0].block_table[0] == group.sequences[1].block_table[0]
     pool.release(held)

@@ -82,16 +82,6 @@ def test_what_a_failed_step_should_have_brought_is_brought_by_the_next(cache):
     cache.pool.release(blocks)
 
 
-def test_room_for_loads_that_nobody_waits_for_can_be_given_to_others(cache):
-    store(cache)
-    cache.pool.release(cache.acquire("", TOKENS))
-    assert cache.num_available == 4
-    taken = cache.allocate(4)
-    assert cache.match("", TOKENS) == 0
-    assert moves_of_a_step(cache) == []
-    cache.pool.release(taken)
-
-
 def test_only_as_much_is_loaded_as_there_is_room_for(cache):
     store(cache)
     taken = cache.allocate(3)
@@ -114,14 +104,6 @@ def test_blocks_for_peers_to_write_into_are_never_those_that_a_step_moves_out(ca
     assert cache.num_available == 3
     cache.pool.release(cache.allocate(3, BlockState.RESERVED))
     cache.pool.release((reserved,))
-
-
-def test_blocks_that_peers_take_before_a_step_has_moved_them_are_not_moved(cache):
-    cache.pool.release(cache.allocate(4))
-    reserved = cache.allocate(4, BlockState.RESERVED)
-    assert moves_of_a_step(cache) == []
-    assert cache.match("", TOKENS) == 0
-    cache.pool.release(reserved)
 
 
 def test_blocks_are_stored_ahead_of_peers_that_need_them():

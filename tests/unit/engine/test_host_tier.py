@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import random
-
 import pytest
 
-from engine.block_pool import BlockPool
 from engine.host_tier import HostTier
 from engine.runner import Runner
-from engine.step import BlockCopy, Direction, HostRow, ScheduledSeq, Step, TierMove
+from engine.step import BlockCopy, Direction, ScheduledSeq, Step, TierMove
 from tandem.errors import InternalError
 from tandem.types import BlockId, TokenId
 
 BLOCK_SIZE = 4
-ROWS = tuple(map(HostRow, range(8)))
+ROWS = tuple(range(8))
 
 
 @pytest.fixture
@@ -23,35 +20,6 @@ def tier(kv_cache):
     yield tier
     tier.close()
     tier.close()
-
-
-def test_a_seq_swapped_out_and_into_other_blocks_goes_on_with_the_same_tokens(make_seq, decoder, kv_cache, tier):
-    runner, pool = Runner(decoder, kv_cache, tier=tier), BlockPool(kv_cache.num_blocks, BLOCK_SIZE)
-    prompt = tuple(random.Random(0).randrange(97) for _ in range(9))
-
-    def decode(seq, count, other=(), moves=()):
-        for _ in range(count):
-            seq.add_blocks(pool.allocate(seq.blocks_wanted(seq.num_remaining_tokens, BLOCK_SIZE)))
-            (((token,),), *_) = runner.run(Step((seq.schedule(seq.num_remaining_tokens), *other), moves=moves)).outputs
-            seq.append_token(token.token_id)
-            moves = ()
-
-    stays, swapped, other = (make_seq(each, max_tokens=12) for each in (prompt, prompt, (5, 6)))
-    decode(stays, 12)
-    decode(swapped, 5)
-    num_computed, blocks = swapped.num_computed_tokens, swapped.take_blocks()
-    rows = ROWS[: len(blocks)]
-    out = tuple(TierMove(block, row, Direction.OUT) for block, row in zip(blocks, rows, strict=True))
-    decode(other, 1, moves=out)
-    kv_cache.tensor[list(blocks)] = float("nan")
-    elsewhere = pool.allocate(len(blocks))
-    pool.release(blocks)
-    assert not set(elsewhere) & set(blocks)
-    swapped.add_blocks(elsewhere)
-    swapped.advance(num_computed)
-    back = tuple(TierMove(block, row, Direction.IN) for block, row in zip(elsewhere, rows, strict=True))
-    decode(swapped, 7, moves=back)
-    assert swapped.output_token_ids == stays.output_token_ids
 
 
 def test_a_block_may_leave_and_another_take_its_place_in_one_step(decoder, kv_cache, tier):

@@ -151,7 +151,7 @@ async def test_an_engine_says_what_it_is_and_steps_on_its_thread(options, make_s
         assert engine.layout.dtype is DType.FLOAT32
         assert engine.pool.num_blocks == engine.kv_cache.num_blocks == 4 * 128 // 16
         assert engine.sizes.max_sequence_tokens == 128
-        assert len(engine.fingerprint) >= 32
+        assert len(engine.model.fingerprint) >= 32
         seq = make_seq((1, 2, 3))
         seq.add_blocks(engine.pool.allocate(1))
         result = await engine.thread.launch(Step((seq.schedule(3),)))

@@ -77,15 +77,6 @@ async def test_a_copy_moves_the_named_blocks_and_no_others(cache: KvCache, seed:
     assert cache.blocks_view[:, 0].tolist() == [came.get(block, block + 1) for block in blocks(*range(NUM_BLOCKS))]
 
 
-async def test_no_blocks_are_no_copy(cache: KvCache) -> None:
-    await staging_of(cache).copy_out([], Ring(cache), [])
-
-
-def test_poison_reaches_the_ring(cache: KvCache) -> None:
-    cache.fill_poison()
-    assert bool(cache.host_rows.view(torch.float32).isnan().all())
-
-
 async def test_a_cancelled_copy_ends_before_its_caller_goes_on(cache: KvCache) -> None:
     staging, go, begun = staging_of(cache), threading.Event(), threading.Event()
 

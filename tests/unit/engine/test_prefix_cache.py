@@ -46,13 +46,6 @@ def test_the_longest_known_prefix_of_full_blocks_is_found_and_one_token_is_left_
     assert cache.match("", tuple(map(ord, "aaaabbbbccccx"))) == 12
 
 
-def test_runs_part_where_their_tokens_do(cache):
-    one, two = remember(cache, "aaaabbbbcccc"), remember(cache, "aaaabbbbdddd")
-    assert find(cache, "aaaabbbbccccx") == one
-    assert find(cache, "aaaabbbbddddx") == (*one[:2], two[2])
-    assert cache.pool.num_free == 4
-
-
 def test_a_prompt_that_is_inserted_in_pieces_is_found_whole(cache):
     tokens = tuple(map(ord, "aaaabbbbccccdddd"))
     blocks = cache.allocate(4)
@@ -61,12 +54,6 @@ def test_a_prompt_that_is_inserted_in_pieces_is_found_whole(cache):
     cache.pool.release(blocks)
     assert tuple(cache.acquire("", (*tokens, 0))) == blocks
     cache.pool.release(blocks)
-
-
-def test_a_salt_never_sees_another_s_blocks(cache):
-    remember(cache, "aaaabbbb", salt="one")
-    assert find(cache, "aaaabbbbx", salt="two") == find(cache, "aaaabbbbx") == ()
-    assert len(find(cache, "aaaabbbbx", salt="one")) == 2
 
 
 def test_the_least_recently_used_goes_first_from_its_end_on(cache):
@@ -125,18 +112,6 @@ def test_a_held_leaf_is_not_looked_at_again_and_again(cache):
         cache.allocate(1)
     cache.pool.release((*taken, *held))
     assert len(find(cache, "hhhhx")) == 1
-
-
-def test_what_is_forgotten_is_not_found_and_stays_its_holders(cache):
-    remember(cache, "aaaabbbbcccc")
-    held = cache.acquire("", tuple(map(ord, "aaaabbbbx")))
-    cache.forget("", tuple(map(ord, "aaaabbbbzzzz")))
-    assert cache.pool.num_free == 6
-    assert find(cache, "aaaabbbbccccx") == ()
-    assert [cache.pool.ref_count(block) for block in held] == [1, 1]
-    cache.pool.release(held)
-    assert cache.pool.num_free == 8
-    cache.forget("", (1, 2, 3, 4))
 
 
 def test_a_cache_that_is_off_is_the_pool():

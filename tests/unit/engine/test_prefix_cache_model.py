@@ -8,6 +8,7 @@ moved, forgotten or repeated.
 from __future__ import annotations
 
 import random
+from array import array
 from collections import deque
 from dataclasses import dataclass, field
 
@@ -19,7 +20,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from engine.block_pool import BlockPool, PoolExhausted
 from engine.host_tier import HostTier
 from engine.prefix_cache import PrefixCache
-from engine.prefix_tree import Tier, decode
+from engine.prefix_tree import Tier
 from engine.step import Direction, TierMove
 from tandem.lifecycle import BlockState
 from tests.fake_disk import OTHER_BYTES as GARBAGE
@@ -258,7 +259,7 @@ class CacheMachine(RuleBasedStateMachine):
             while above.parent is not None:
                 edges.insert(0, above.edge)
                 above = above.parent
-            tokens = tuple(decode(b"".join(edges)))
+            tokens = tuple(array("I", b"".join(edges)))
             wanted = names(tree._salts[above], tokens)[-len(node.places) :]
             for place, name in zip(node.places, wanted, strict=True):
                 if node.tier is Tier.DEVICE and not host.is_loading(place):

@@ -19,7 +19,7 @@ class BookMachine(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.book: RowBook[int] = RowBook(NUM_ROWS)
+        self.book: RowBook = RowBook(NUM_ROWS)
         self.known: dict[int, bool] = {}
         self.pinned: list[int] = []
 
@@ -78,7 +78,7 @@ TestRowBook.settings = settings(max_examples=60, stateful_step_count=30)
 
 
 def test_rows_that_nobody_counts_on_are_found_missing() -> None:
-    book: RowBook[int] = RowBook(3)
+    book: RowBook = RowBook(3)
     row = book.allocate()
     with pytest.raises(InternalError, match="lost"):
         book.check(())

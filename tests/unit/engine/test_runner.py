@@ -18,7 +18,6 @@ from engine.step import (
     BlockCopy,
     BrokenLogits,
     Direction,
-    HostRow,
     SampledToken,
     ScheduledSeq,
     Step,
@@ -69,27 +68,6 @@ def test_any_split_into_chunks_and_any_mix_gives_the_same_tokens(make_seq, decod
     pool.assert_idle()
 
 
-def test_a_preempted_seq_ends_with_the_same_tokens(make_seq, decoder, kv_cache) -> None:
-    pool = BlockPool(kv_cache.num_blocks, BLOCK_SIZE)
-    seq = make_seq((3, 1, 4, 1, 5), max_tokens=8)
-    runner = Runner(decoder, kv_cache)
-    seq.add_blocks(pool.allocate(2))
-    (((token,),),) = runner.run(Step((seq.schedule(5),))).outputs
-    seq.append_token(token.token_id)
-    pool.release(seq.take_blocks())
-    kv_cache.fill_poison()
-    run([seq], runner, pool, budget=4)
-    assert list(seq.output_token_ids) == expected_completion((3, 1, 4, 1, 5), 8)
-    pool.assert_idle()
-
-
-def test_a_seq_resumed_elsewhere_continues_with_the_same_tokens(make_seq, decoder, kv_cache) -> None:
-    completion = expected_completion((2, 7), 6)
-    resumed = make_seq((2, 7), tuple(completion[:3]), max_tokens=6)
-    run([resumed], Runner(decoder, kv_cache), BlockPool(kv_cache.num_blocks, BLOCK_SIZE), budget=64)
-    assert list(resumed.output_token_ids) == completion
-
-
 def test_only_the_seqs_that_ask_for_a_token_get_one(make_seq, decoder, kv_cache) -> None:
     pool = BlockPool(kv_cache.num_blocks, BLOCK_SIZE)
     chunked, whole = make_seq((1, 2, 3)), make_seq((4, 5))
@@ -119,7 +97,7 @@ def test_choices_draw_from_the_row_of_the_prompts_last_token(make_seq, decoder, 
     [
         (Step(()), "without seqs"),
         (Step(SEQS, copies=(BlockCopy(BlockId(0), BlockId(64)),)), "beyond the 64"),
-        (Step(SEQS, moves=(TierMove(BlockId(0), HostRow(0), Direction.OUT),)), "no host tier"),
+        (Step(SEQS, moves=(TierMove(BlockId(0), 0, Direction.OUT),)), "no host tier"),
     ],
 )
 def test_a_step_that_cannot_be_is_refused_before_it_runs(decoder, kv_cache, step: Step, why: str) -> None:

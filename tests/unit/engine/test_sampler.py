@@ -6,7 +6,6 @@ import pytest
 import torch
 from transformers import (
     MinPLogitsWarper,
-    RepetitionPenaltyLogitsProcessor,
     TemperatureLogitsWarper,
     TopKLogitsWarper,
     TopPLogitsWarper,
@@ -52,10 +51,11 @@ def p_value(drawn: torch.Tensor, probabilities: torch.Tensor) -> float:
     return float(torch.special.gammaincc(torch.tensor((len(expected) - 1) / 2).double(), statistic / 2))
 
 
+@pytest.mark.parametrize("temperature", [0.0, 1e-300, 1e-6])
 @pytest.mark.parametrize("vocab_size", [5, 128, 300, 4096])
-def test_temperature_zero_takes_the_best_token(vocab_size: int) -> None:
+def test_at_temperature_zero_or_near_it_the_best_token_is_drawn(vocab_size: int, temperature: float) -> None:
     logits = random_logits(7, vocab_size)
-    assert draw(logits, [spec(temperature=0.0)] * 7) == logits.argmax(-1).tolist()
+    assert draw(logits, [spec(temperature=temperature, seed=n) for n in range(7)]) == logits.argmax(-1).tolist()
 
 
 class CountingRowMax:
@@ -94,12 +94,6 @@ def test_the_lowest_of_equally_good_tokens_is_taken() -> None:
     assert draw(logits, [spec(temperature=0.0)] * 3) == [0, 130, 400]
 
 
-@pytest.mark.parametrize("temperature", [1e-300, 1e-6])
-def test_a_temperature_near_zero_draws_the_best_token(temperature: float) -> None:
-    logits = random_logits(4, 300)
-    assert draw(logits, [spec(temperature=temperature, seed=n) for n in range(4)]) == logits.argmax(-1).tolist()
-
-
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_the_strongest_penalties_and_biases_that_pass_leave_something_to_draw_from(temperature: float) -> None:
     logits = random_logits(4, 300)
@@ -117,14 +111,6 @@ def test_the_logits_stay_as_they_are() -> None:
     assert torch.equal(logits, before)
 
 
-@pytest.mark.parametrize("vocab_size", [50, 700])
-@pytest.mark.parametrize("temperature", [0.5, 1.0, 2.0])
-def test_draws_follow_the_softmax(vocab_size: int, temperature: float) -> None:
-    row = random_logits(1, vocab_size)
-    drawn = draw_many(row, 4000, temperature=temperature)
-    assert p_value(drawn, (row[0] / temperature).softmax(-1)) > CHI_SQUARE_P
-
-
 def test_the_chi_square_test_tells_a_wrong_distribution() -> None:
     row = random_logits(1, 50)
     assert p_value(draw_many(row, 4000, temperature=1.1), row[0].softmax(-1)) < CHI_SQUARE_P
@@ -133,6 +119,9 @@ def test_the_chi_square_test_tells_a_wrong_distribution() -> None:
 @pytest.mark.parametrize(
     "params",
     [
+        {},
+        {"temperature": 0.5},
+        {"temperature": 2.0},
         {"top_k": 1},
         {"top_k": 7},
         {"top_k": 10_000},
@@ -213,43 +202,6 @@ def test_seed_and_position_decide_the_draw_and_nothing_else() -> None:
     assert all(draw(row, [other]) != base for other in others)
 
 
-def test_a_repetition_penalty_is_that_of_transformers() -> None:
-    sign = torch.tensor([[1.0], [-1.0]])
-    logits = sign * 10.0 + random_logits(2, 300) * 0.1
-    logits[:, [5, 9, 120]] += 3.0  # best before the penalty
-    expected = RepetitionPenaltyLogitsProcessor(1.7)(torch.tensor([[5, 9, 9, 120]] * 2), logits).softmax(-1)
-    params = {"repetition_penalty": 1.7, "prompt": (5, 9), "output": (9, 120)}
-    for row, distribution in zip(logits, expected, strict=True):
-        assert p_value(draw_many(row[None], 3000, **params), distribution) > CHI_SQUARE_P
-
-
-def test_presence_and_frequency_penalties_count_the_completion_only() -> None:
-    logits = torch.zeros(1, 300)
-    logits[0, 7], logits[0, 8], logits[0, 9] = 3.0, 2.0, 1.0
-    assert draw(logits, [spec(temperature=0.0, presence_penalty=1.5, prompt=(7, 7))]) == [7]
-    assert draw(logits, [spec(temperature=0.0, presence_penalty=1.5, output=(7, 7))]) == [8]
-    assert draw(logits, [spec(temperature=0.0, frequency_penalty=0.4, output=(7, 7))]) == [7]
-    assert draw(logits, [spec(temperature=0.0, frequency_penalty=0.6, output=(7, 7))]) == [8]
-
-
-def test_a_bias_moves_single_logits() -> None:
-    logits = random_logits(1, 300)
-    assert draw(logits, [spec(temperature=0.0, logit_bias={TokenId(44): 100.0})]) == [44]
-    best = int(logits.argmax())
-    assert draw(logits, [spec(temperature=0.0, logit_bias={TokenId(best): -100.0})]) != [best]
-
-
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_end_tokens_cannot_come_before_min_tokens(temperature: float) -> None:
-    row = torch.zeros(1, 300)
-    row[0, 2] = 50.0
-    ends, bias = frozenset({TokenId(2)}), {TokenId(9): 0.5}
-    params = {"temperature": temperature, "min_tokens": 3, "end_token_ids": ends, "logit_bias": bias}
-    drawn = draw(row.expand(5, -1), [spec(output_index=index, **params) for index in range(5)])
-    assert 2 not in drawn[:3]
-    assert drawn[3:] == [2, 2]
-
-
 def test_logprobs_are_those_of_the_raw_logits_best_first() -> None:
     logits = random_logits(3, 300)
     raw = logits.double().log_softmax(-1)
@@ -308,7 +260,7 @@ def test_a_row_that_may_draw_nothing_is_broken_alone() -> None:
     assert [type(drawn) for drawn in sample(random_logits(2, 300), [forbidden, spec()])] == [BrokenLogits, tuple]
 
 
-@pytest.mark.parametrize("vocab_size", [333, 1024, 5003])
+@pytest.mark.parametrize("vocab_size", [333, 1024, 5003, 49157])  # the last in several tiles
 def test_a_row_draws_the_same_alone_and_in_any_batch(vocab_size: int) -> None:
     count = 45
     logits = random_logits(count, vocab_size, seed=9)
@@ -320,9 +272,3 @@ def test_a_row_draws_the_same_alone_and_in_any_batch(vocab_size: int) -> None:
     assert together == alone
     order = torch.randperm(count, generator=torch.Generator().manual_seed(1)).tolist()
     assert sample(logits[order], [specs[n] for n in order]) == [together[n] for n in order]
-
-
-def test_rows_beyond_one_tile_draw_the_same_too() -> None:
-    logits = random_logits(30, 49157, seed=2)
-    specs = [spec(seed=n, **MIXES[n % len(MIXES)]) for n in range(30)]
-    assert sample(logits, specs) == [sample(logits[n : n + 1], specs[n : n + 1])[0] for n in range(30)]

@@ -6,7 +6,6 @@ import contextlib
 
 import pytest
 
-from kvtransfer import receiver
 from kvtransfer.offers import OfferTable
 from tandem.errors import TransferError
 from tests.kv_ends import RECEIVED, Recorder, paired, push_and_commit
@@ -72,15 +71,3 @@ async def test_a_session_that_breaks_lets_go_of_every_block(transport: str, monk
             await handoffs[1].commit(b"")
         assert pair.receiver.num_live == 0
         pair.offer(Recorder(), (1, 2, 3))  # which it refuses while one of them is lent
-
-
-async def test_a_connection_that_a_bug_breaks_does_not_end_the_endpoint(monkeypatch: pytest.MonkeyPatch) -> None:
-    def breaks_down(*_: object) -> None:
-        raise RuntimeError("a bug in a transport")
-
-    async with paired("tcp") as pair:
-        with monkeypatch.context() as patch:
-            patch.setattr(receiver, "Connection", breaks_down)
-            with pytest.raises(TransferError):
-                await pair.hand_over(Recorder(), (3,))
-        await pair.hand_over(Recorder(), (5,))

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 import threading
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,7 +14,7 @@ from kernels.cuda_driver import CudaDriver
 from kvtransfer.endpoint import Endpoint
 from kvtransfer.transports.cuda_ipc import CudaIpcTransport
 from tandem.errors import ChecksumMismatch, TransferError
-from tests.kv_ends import FAILED, Recorder, ends, paired, push_and_commit, until
+from tests.kv_ends import FAILED, Recorder, ends, paired, push_and_commit
 from tests.standins.cuda import OTHER_GPU, THIS_GPU, StandInCuda
 from tests.transports import make_pool
 
@@ -47,13 +45,6 @@ async def test_neighbours_on_both_sides_go_in_one_copy(recorder: Any, monkeypatc
     assert sizes == [3 * 256, 256, 256]
 
 
-async def test_hand_offs_beside_each_other_keep_their_blocks_apart(cuda: Any) -> None:
-    async with paired("cuda_ipc") as pair:
-        cuda.set("DELAY_US", 2000)
-        parts = [((9, 4, 7), (0, 1, 2)), ((0, 1, 2), (3, 5, 4)), ((12, 13, 14, 15), (15, 14, 13, 12)), ((3,), (8,))]
-        await asyncio.gather(*(pair.hand_over(Recorder(), *part) for part in parts))
-
-
 async def test_what_a_copy_left_out_fails_the_hand_off(recorder: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     copy_async = CudaDriver.copy_async
 
@@ -70,29 +61,6 @@ async def test_what_a_copy_left_out_fails_the_hand_off(recorder: Any, monkeypatc
         assert recorder.calls == FAILED
 
 
-async def test_blocks_withdrawn_in_the_middle_of_a_copy_wait_for_its_end(
-    recorder: Any, cuda: StandInCuda, tmp_path: Path
-) -> None:
-    async with paired("cuda_ipc") as pair:
-        pair.source.blocks.fill_(7)
-        pair.target.blocks.fill_(0)
-        offer = pair.offer(recorder, (3,))
-        handoff = await pair.open(offer)
-        (hold := tmp_path / "hold").touch()
-        cuda.set("HOLD", hold)
-        pushing = asyncio.ensure_future(handoff.push(0, (9,)))
-        await until(lambda: pair.target.blocks[3, 0] == 7)
-        pair.receiver.withdraw(offer.transfer_id)
-        await until(lambda: handoff._error is not None)
-        assert recorder.calls == FAILED[:2]
-        assert pair.receiver.num_live == 1
-        hold.unlink()
-        await recorder.until("writer_stopped")
-        assert pair.target.blocks[3].tolist() == [7] * 256  # it had ended
-        with pytest.raises(TransferError):
-            await pushing
-
-
 async def test_a_copy_that_the_driver_refuses_costs_one_hand_off(cuda: StandInCuda) -> None:
     async with paired("cuda_ipc") as pair:
         first = Recorder()
@@ -103,22 +71,6 @@ async def test_a_copy_that_the_driver_refuses_costs_one_hand_off(cuda: StandInCu
         await handoff.abort()
         await first.until("writer_stopped")
         await pair.hand_over(Recorder(), TARGETS, SOURCES)
-
-
-async def test_after_a_fault_on_the_device_only_the_writers_death_frees_its_blocks(
-    recorder: Any, cuda: StandInCuda
-) -> None:
-    async with paired("cuda_ipc") as pair:
-        handoff = await pair.begin(recorder, TARGETS)
-        cuda.set("FAIL", "copy:2:719")
-        with pytest.raises(TransferError, match="CUDA_ERROR_LAUNCH_FAILED"):
-            await handoff.push(0, SOURCES)
-        await handoff.abort()
-        await recorder.until("failed")
-        cuda.reset()
-        await pair.sender.stop()
-        assert recorder.calls == FAILED[:2]
-        assert pair.receiver.num_live == 1
 
 
 async def test_an_allocation_that_cannot_be_mapped_is_left_for_the_next_transport(

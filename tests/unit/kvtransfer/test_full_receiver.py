@@ -88,9 +88,10 @@ async def test_open_transfers_are_never_cut_short_for_a_newcomer(newcomer):
         assert running.calls == RECEIVED
 
 
-async def test_a_connection_that_cannot_be_set_up_leaves_nothing_of_its_lane(monkeypatch):
+@pytest.mark.parametrize("error", [OSError("no memory"), RuntimeError("a bug in a transport")])
+async def test_a_connection_that_cannot_be_set_up_leaves_nothing_of_its_lane_and_the_endpoint_open(monkeypatch, error):
     def fail(*_):
-        raise OSError("no memory")
+        raise error
 
     async with paired("shm") as pair:
         closed = []

@@ -9,13 +9,13 @@ import xxhash
 from kvtransfer.base import BlockRefs, Fingerprints
 from kvtransfer.endpoint import Endpoint
 from kvtransfer.frame import FrameType
-from kvtransfer.handshake import Hello, compare, fingerprint_fields
+from kvtransfer.handshake import Hello, fingerprint_fields
 from kvtransfer.messages import Commit, Write, decode_error, digest_of
 from kvtransfer.sender import KvSender
 from kvtransfer.ticket import Ticket
 from kvtransfer.transports import tcp
 from tandem.errors import ChecksumMismatch, HandshakeMismatch, PeerLost, TicketRefused, TransferError
-from tandem.kv_layout import DType, KvLayout, QuantDType
+from tandem.kv_layout import DType, KvLayout
 from tests.kv_ends import FAILED, RECEIVED, Recorder, logged, paired, push_and_commit, until
 from tests.manual_clock import ManualClock
 from tests.raw_sender import raw
@@ -259,14 +259,6 @@ async def test_both_sides_name_the_field_that_differs(recorder, caplog, transpor
         await sender.stop()
         assert f"{field} differs" in logged(caplog)
         assert recorder.calls == []
-
-
-def test_pools_of_which_one_is_quantized_are_refused_by_the_dtype():
-    layouts = (KvLayout(2, 1, 4, 8, dtype) for dtype in (DType.BFLOAT16, QuantDType.INT8))
-    fields = (fingerprint_fields(Fingerprints("model-a", layout)) for layout in layouts)
-    ours, theirs = (Hello("ab" * 16, "tcp", 16, ("xxh3-64",), each) for each in fields)
-    with pytest.raises(HandshakeMismatch, match="dtype differs: ours bfloat16, theirs int8"):
-        compare(ours, theirs)
 
 
 @pytest.mark.parametrize(

@@ -161,11 +161,3 @@ def test_blocks_under_a_live_writer_cannot_be_offered_again():
         table.mint((BlockRef(1, 1),), Owner(), 1.0)
     table.writer_stopped(ticket.number)
     table.mint((BlockRef(1, 1),), Owner(), 1.0)
-
-
-def test_transfer_ids_tell_offers_apart():
-    table, _ = make_table()
-    ids = {table.mint((BlockRef(i, 0),), Owner(), 1.0).transfer_id for i in range(NUM_BLOCKS)}
-    assert len(ids) == NUM_BLOCKS
-    table.fail_all(TransferError("end"))
-    assert len(table) == 0

@@ -29,13 +29,6 @@ def fields():
     met.sock.close()
 
 
-@LINUX
-def test_namespaces_are_told_apart_by_their_kind_and_number():
-    assert namespace("net").startswith("net:[")
-    assert namespace("pid") != namespace("net")
-    assert namespace("no such kind") == ""
-
-
 @pytest.mark.parametrize(
     ("name", "value", "reason"),
     [

@@ -79,16 +79,6 @@ async def test_credit_may_come_late_while_others_move_on_the_connection(open_han
     await pushing
 
 
-async def test_the_commit_may_take_long_while_anything_moves(open_handoff: Callable[..., Any]) -> None:
-    moving = MovingConnection()
-    handoff = open_handoff(moving, window=2)
-    await handoff.push(0, (0, 1))
-    committing = asyncio.create_task(handoff.commit(b""))
-    await moving.enough.wait()
-    handoff.handle(Frame(FrameType.COMMITTED, 7))
-    assert (await committing).num_blocks == 2
-
-
 async def test_a_connection_on_which_nothing_moves_fails_the_hand_off(open_handoff: Callable[..., Any]) -> None:
     handoff = open_handoff(StillConnection())
     await handoff.push(0, (0,))

@@ -2,7 +2,6 @@
 
 import asyncio
 import dataclasses
-import ssl
 from contextlib import asynccontextmanager
 
 import pytest
@@ -226,9 +225,3 @@ async def test_a_new_certificate_is_shown_to_new_senders_and_open_hand_offs_go_o
         await handoff.commit(b"")
         assert running.calls == RECEIVED
         assert pair.landed()
-
-
-def test_the_context_of_a_sender_checks_the_name(pki):
-    context = pki.caller().context()
-    assert context.check_hostname
-    assert context.verify_mode == ssl.CERT_REQUIRED

@@ -17,15 +17,13 @@ from kvtransfer.handshake import Hello
 from kvtransfer.pool import Pool
 from kvtransfer.ring import Loan
 from kvtransfer.rows import XXH3
-from kvtransfer.sender import KvSender
 from kvtransfer.transport import Acceptor, Fields, ListenOptions, ReceivingLane, SendingLane, TransportStatus
 from kvtransfer.transports import TRANSPORTS, named, tcp
-from tandem.errors import ChecksumMismatch, ConfigError, HandshakeMismatch, TransferError
+from tandem.errors import ChecksumMismatch, HandshakeMismatch, TransferError
 from tandem.security.tls import ClientTls
 from tandem.types import BlockId
 from tests.kv_ends import FAILED, Recorder, ends, logged
-from tests.manual_clock import ManualClock
-from tests.transports import PRINTS, SharedPool
+from tests.transports import SharedPool
 
 NAME = "rendezvous"
 SUM = "sum-64"
@@ -235,9 +233,3 @@ async def test_auto_says_why_nothing_reaches_the_peer(wires: Wires, recorder: Re
     async with ends(SharedPool(), SharedPool(), "auto", (NAME,), sender=here, receiver=there) as pair:
         with pytest.raises(TransferError, match=r"the peer offers rendezvous\. rendezvous: no peer access"):
             await pair.begin(recorder)
-
-
-def test_only_what_is_known_can_be_asked_for(wires: Wires) -> None:
-    memory, known = SharedPool().memory, (RendezvousTransport(wires),)
-    with pytest.raises(ConfigError, match="'tcp' is not one of rendezvous"):
-        KvSender(memory, PRINTS, ManualClock(), "tcp", known=known)

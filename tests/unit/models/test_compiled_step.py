@@ -11,6 +11,7 @@ import torch
 from bench.support.tiny_models import TINY_MODELS
 from engine.kv_cache import KvCache
 from kernels import cpu
+from kernels.compiled_step import StepInputs
 from kernels.quantized import QuantForm
 from models.loading import load_model
 from tandem.errors import InternalError
@@ -110,13 +111,13 @@ def test_only_the_rows_asked_for_come_back(tiny_folder, dtype):
     model, one_by_one = _load(tiny_folder, dtype)
     for method in ("forward", "hidden"):
         inputs = _one_step(model)
-        whole = getattr(model.decoder, method)(*inputs, torch.arange(3))
+        whole = getattr(model.decoder, method)(StepInputs(*inputs, torch.arange(3)))
         stored = inputs[2].clone()
         for rows in ([], [1], [0, 2], [0, 1, 2]):
-            asked = getattr(model.decoder, method)(*inputs, torch.tensor(rows, dtype=torch.int64))
+            asked = getattr(model.decoder, method)(StepInputs(*inputs, torch.tensor(rows, dtype=torch.int64)))
             assert torch.equal(asked, whole[rows]), rows
             assert torch.equal(inputs[2].nan_to_num(), stored.nan_to_num())
-        assert torch.equal(getattr(one_by_one.decoder, method)(*inputs, torch.arange(3)), whole)
+        assert torch.equal(getattr(one_by_one.decoder, method)(StepInputs(*inputs, torch.arange(3))), whole)
 
 
 def test_a_pool_of_another_dtype_is_left_to_the_operations(tiny_folder):
@@ -134,7 +135,7 @@ def test_what_is_out_of_range_is_refused_by_name(checkpoint, what, index, value)
     inputs = [*_one_step(model), torch.arange(3)]
     inputs[index][1] = value
     with pytest.raises(InternalError, match=what):
-        model.decoder.forward(*inputs)
+        model.decoder.forward(StepInputs(*inputs))
 
 
 def test_slots_tables_and_lengths_out_of_range_are_refused_by_name(checkpoint):
@@ -143,7 +144,7 @@ def test_slots_tables_and_lengths_out_of_range_are_refused_by_name(checkpoint):
         inputs = [*_one_step(model), torch.arange(3)]
         getattr(inputs[3], name)[where] = value
         with pytest.raises(InternalError, match=name):
-            model.decoder.forward(*inputs)
+            model.decoder.forward(StepInputs(*inputs))
 
 
 @pytest.mark.parametrize("tiny", BESIDE, ids=lambda tiny: tiny.name)

@@ -180,7 +180,7 @@ def test_gpt_oss_is_read_as_it_is_published(write):
     assert config.experts is not None
     assert (config.experts.num_experts, config.experts.num_active) == (32, 4)
     assert config.experts.gate == ClampedSwiglu(1.702, 7.0)
-    assert (config.windows, config.qkv_bias, config.output_bias, config.sinks) == ((128, None), True, True, True)
+    assert (config.windows, config.qkv_bias, config.output_bias, config.traits.sinks) == ((128, None), True, True, True)
     assert config.context_tokens == 131072
 
 

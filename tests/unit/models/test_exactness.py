@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from bench.support.tiny_models import TINY_MODELS
+from kernels.compiled_step import StepInputs
 from kernels.dispatch import select_kernels
 from models.loading import load_model
 from tests.paged_driver import (
@@ -84,7 +85,7 @@ def test_only_sampled_rows_have_logits(model):
     driver.step([(PagedSeq(random_prompt(20)), 20)])
     metadata = driver._metadata([(PagedSeq([1], block_table=[0]), 1)], [range(1)])
     one = torch.zeros(1, dtype=torch.int64)
-    none = model.decoder.forward(one, one, driver._kv_cache, metadata, torch.empty(0, dtype=torch.int64))
+    none = model.decoder.forward(StepInputs(one, one, driver._kv_cache, metadata, torch.empty(0, dtype=torch.int64)))
     assert none.shape == (0, model.config.vocab_size)
 
 

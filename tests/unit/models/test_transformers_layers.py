@@ -32,25 +32,12 @@ def test_layers_of_another_form_stay_theirs(checkpoint, name):
     assert num_ours(checkpoint(BY_NAME[name])) == 0
 
 
-def doubled_residual(self, hidden_states, **given):
-    attended, _ = self.self_attn(hidden_states=self.input_layernorm(hidden_states), **given)
-    hidden_states = 2 * hidden_states + attended
-    return hidden_states + self.mlp(self.post_attention_layernorm(hidden_states))
+@pytest.mark.parametrize(("residual", "attended", "mlp"), [(2, 1, 1), (1, 0.5, 1), (1, 1, 0.5)])
+def test_a_layer_of_known_parts_that_computes_otherwise_stays_theirs(checkpoint, monkeypatch, residual, attended, mlp):
+    def forward(self, hidden_states, **given):
+        normed = attended * self.input_layernorm(hidden_states)
+        hidden_states = residual * hidden_states + self.self_attn(hidden_states=normed, **given)[0]
+        return hidden_states + mlp * self.mlp(self.post_attention_layernorm(hidden_states))
 
-
-def halved_mlp(self, hidden_states, **given):
-    attended, _ = self.self_attn(hidden_states=self.input_layernorm(hidden_states), **given)
-    hidden_states = hidden_states + attended
-    return hidden_states + self.mlp(self.post_attention_layernorm(hidden_states)) / 2
-
-
-def attention_of_halves(self, hidden_states, **given):
-    attended, _ = self.self_attn(hidden_states=self.input_layernorm(hidden_states) / 2, **given)
-    hidden_states = hidden_states + attended
-    return hidden_states + self.mlp(self.post_attention_layernorm(hidden_states))
-
-
-@pytest.mark.parametrize("forward", [doubled_residual, halved_mlp, attention_of_halves])
-def test_a_layer_of_known_parts_that_computes_otherwise_stays_theirs(checkpoint, monkeypatch, forward):
     monkeypatch.setattr(modeling_llama.LlamaDecoderLayer, "forward", forward)
     assert num_ours(checkpoint(BY_NAME["llama"])) == 0

@@ -176,18 +176,6 @@ async def test_tokens_that_wait_are_read_before_the_error(byte_tokenizer: Tokeni
         await made.get()
 
 
-async def test_everything_at_once_waits_for_the_end(byte_tokenizer: Tokenizer) -> None:
-    made = delivery(byte_tokenizer)
-    reading = asyncio.create_task(made.get_all())
-    made.push(delta(b"ab"))
-    await asyncio.sleep(0)
-    made.push(delta(b"c", 2, STOP))
-    await asyncio.sleep(0)
-    assert not reading.done()
-    made.close(SUMMARY)
-    assert await reading == (output(b"abc", 0, STOP, SUMMARY),)
-
-
 async def test_after_an_output_what_comes_within_the_interval_is_merged(byte_tokenizer: Tokenizer) -> None:
     made = delivery(byte_tokenizer, interval_s=0.01)
     made.push(delta(b"a"))

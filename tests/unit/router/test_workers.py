@@ -7,7 +7,7 @@ import pytest
 
 from router.placement import Demand, Obstacle
 from router.prefix_map import Prefix
-from router.tuning import FIRST_BACKOFF_S, IN_A_ROW
+from router.tuning import IN_A_ROW
 from router.workers import Workers
 from tandem.errors import InvalidRequest, Reason, Unavailable
 from tandem.types import Incarnation, Role, WorkerInfo
@@ -220,29 +220,6 @@ async def test_failures_are_remembered_until_the_worker_is_gone(workers: Workers
     workers.heartbeat(bad, load())
     assert [view.set_aside for view in workers.views()] == [""] * 3
     assert workers.num_pairs_set_aside == 0
-
-
-async def test_a_worker_that_comes_back_gets_one_request_until_that_went_well(
-    workers: Workers, clock: ManualClock, info: Any, load: Any
-) -> None:
-    worn, well = (
-        info(Role.DECODE, "worn", local_prefill_tokens=None),
-        info(Role.DECODE, "well", local_prefill_tokens=None),
-    )
-    for worker, used in ((worn, 0), (well, 60)):
-        workers.heartbeat(worker, load(free=64 - used))
-        connect(workers, worker)
-    for _ in range(IN_A_ROW):
-        workers.failed(worn)
-    clock.advance_s(FIRST_BACKOFF_S)
-
-    async def take(number: int) -> list[str]:
-        assignments = [await workers.place(Demand(10, 11), 0.0) for _ in range(number)]
-        return [each.placement.decode.worker_id for each in assignments]
-
-    assert await take(4) == ["worn", "well", "well", "well"]
-    workers.decoded(worn)
-    assert await take(2) == ["worn", "worn"]
 
 
 async def test_a_request_is_placed_while_a_worker_that_tells_of_its_cache_has_sent_no_heartbeat(

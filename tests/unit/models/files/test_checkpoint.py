@@ -102,7 +102,7 @@ def test_the_context_follows_rope_scaling(
         ({"vocab_size": "many"}, None, "config.json: vocab_size"),
         ({"vocab_size": True}, None, "config.json: vocab_size"),
         ({"max_position_embeddings": 0}, None, "config.json: max_position_embeddings"),
-        ({"model_type": ""}, None, "config.json: model_type"),
+        ({"model_type": 7}, None, "config.json: model_type"),
         ({"eos_token_id": "</s>"}, None, "config.json: eos_token_id"),
         ({"eos_token_id": 100}, None, "config.json: eos_token_id"),
         ({}, {"temperature": "hot"}, "generation_config.json: temperature"),
@@ -124,10 +124,10 @@ def test_a_missing_folder_and_a_missing_or_broken_file_are_named(tmp_path: Path)
     with pytest.raises(CheckpointError, match=r"holds no config\.json"):
         read_checkpoint(str(tmp_path))
     (tmp_path / "config.json").write_bytes(b"\xff{")
-    with pytest.raises(CheckpointError, match=r"config\.json: not readable as JSON"):
+    with pytest.raises(CheckpointError, match=r"config\.json: cannot be read as JSON"):
         read_checkpoint(str(tmp_path))
     (tmp_path / "config.json").write_text("[]")
-    with pytest.raises(CheckpointError, match=r"config\.json: not a JSON object"):
+    with pytest.raises(CheckpointError, match=r"config\.json: is not a JSON object"):
         read_checkpoint(str(tmp_path))
 
 

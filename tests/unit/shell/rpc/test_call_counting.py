@@ -13,9 +13,8 @@ import grpc
 import grpc.aio
 import pytest
 
-from shell.rpc.handlers import Handler
-from shell.rpc.interceptors import NO_SUCH_METHOD, CallGuard
-from shell.rpc.observing import NO_METHOD, CallObserving
+from shell.rpc.interceptors import CallGuard
+from shell.rpc.observing import CallObserving
 from shell.telemetry import metric_names
 from shell.telemetry.metric import Process
 from shell.telemetry.metrics import Metrics
@@ -77,32 +76,18 @@ class Servicer(inference_pb2_grpc.InferenceServiceServicer):
         return inference_pb2.GetModelResponse()
 
 
-class Refusing(grpc.aio.ServerInterceptor):
-    """Turns every call away."""
-
-    @staticmethod
-    async def _refuse(requests: Any, context: Any) -> None:
-        await context.abort(grpc.StatusCode.UNAUTHENTICATED, "no")
-
-    HANDLER: Handler = grpc.stream_stream_rpc_method_handler(_refuse)
-
-    async def intercept_service(self, continuation: Any, handler_call_details: Any) -> Any:
-        return self.HANDLER
-
-
 Serve = Callable[..., Awaitable[tuple[Told, grpc.aio.Channel]]]
 
 
 @pytest.fixture
 async def serve() -> AsyncIterator[Serve]:
-    """Starts a server with these interceptors under the counting one."""
+    """Starts a server whose calls are counted."""
     async with asyncio.timeout(60):
         running: list[tuple[grpc.aio.Server, grpc.aio.Channel]] = []
 
-        async def start(*inner: grpc.aio.ServerInterceptor) -> Any:
+        async def start() -> Any:
             told = Told()
-            counting = CallObserving(told.metrics, refusals=(Refusing.HANDLER, NO_SUCH_METHOD))
-            server = grpc.aio.server(interceptors=(counting, *(inner or (CallGuard(frozenset()),))))
+            server = grpc.aio.server(interceptors=(CallObserving(told.metrics), CallGuard(frozenset())))
             inference_pb2_grpc.add_InferenceServiceServicer_to_server(Servicer(), server)
             port = server.add_insecure_port("127.0.0.1:0")
             await server.start()
@@ -178,20 +163,3 @@ async def test_an_error_that_comes_after_the_call_is_over_is_no_bug_of_the_handl
     await told.end_of_one()
     assert (told.calls, told.running) == ([("/GetModel", "DEADLINE_EXCEEDED")], [])
     assert not caplog.records
-
-
-async def test_a_call_turned_away_unread_has_no_method_of_the_callers_choice(serve: Serve) -> None:
-    told, channel = await serve(Refusing())
-    call = inference_pb2_grpc.InferenceServiceStub(channel).GetModel(inference_pb2.GetModelRequest(), timeout=TIMEOUT_S)
-    assert (await call.code()).name == "UNAUTHENTICATED"
-    await told.end_of_one()
-    assert told.calls == [(NO_METHOD, "UNAUTHENTICATED")]
-
-
-async def test_a_method_that_does_not_exist_is_told_without_its_name(serve: Serve) -> None:
-    told, channel = await serve()
-    method: Any = channel.unary_unary("/made.Up/Method")
-    call = method(b"", timeout=TIMEOUT_S)
-    assert (await call.code()).name == "UNIMPLEMENTED"
-    await told.end_of_one()
-    assert told.calls == [(NO_METHOD, "UNIMPLEMENTED")]

@@ -91,11 +91,6 @@ async def bench(recorded: RecordedSpans) -> AsyncIterator[Bench]:
         yield Bench(channel, servicer, recorded)
 
 
-@pytest.fixture
-def recorded() -> RecordedSpans:
-    return RecordedSpans()
-
-
 async def test_a_call_is_a_server_span_below_the_callers(bench: Bench) -> None:
     await bench.stub.GetModel(inference_pb2.GetModelRequest(), metadata=(("traceparent", TRACEPARENT),))
     await bench.ended(GET_MODEL)
@@ -160,34 +155,11 @@ async def test_a_cancelled_stream_is_told_as_cancelled_and_never_as_ok(bench: Be
     assert bench.recorded.one(GENERATE).status.status_code is not trace.StatusCode.OK
 
 
-async def test_a_stream_past_its_deadline_is_told_as_that(bench: Bench) -> None:
-    call = bench.stub.Generate(inference_pb2.GenerateRequest(text="wait"), timeout=2.0)
-    assert await call.code() is grpc.StatusCode.DEADLINE_EXCEEDED
-    await bench.ended(GENERATE)
-    attributes = bench.recorded.attributes(GENERATE)
-    assert attributes["rpc.grpc.status_code"] == grpc.StatusCode.DEADLINE_EXCEEDED.value[0]
-    assert bench.recorded.one(GENERATE).status.status_code is trace.StatusCode.ERROR
-
-
-async def test_a_stream_that_is_written_reaches_its_reader(bench: Bench) -> None:
-    call = bench.stub.Generate(inference_pb2.GenerateRequest(text="go"))
-    assert [response.text async for response in call] == ["a"]
-    await bench.ended(GENERATE)
-    assert bench.recorded.attributes(GENERATE)["rpc.grpc.status_code"] == 0
-
-
-async def test_probes_and_streams_between_processes_have_no_span(bench: Bench) -> None:
+async def test_probes_streams_between_processes_and_unknown_methods_have_no_span(bench: Bench) -> None:
     await health_pb2_grpc.HealthStub(bench.channel).Check(health_pb2.HealthCheckRequest())
     register = registry_pb2_grpc.RegistryServiceStub(bench.channel).Register(iter(()))
     assert await register.code() is not grpc.StatusCode.OK  # it has no handler of its own here, and ends
-    await bench.stub.GetModel(inference_pb2.GetModelRequest())
-    await bench.ended(GET_MODEL)
-    assert bench.recorded.names == [GET_MODEL]
-
-
-async def test_a_method_that_nobody_serves_has_no_span(bench: Bench) -> None:
-    with pytest.raises(grpc.aio.AioRpcError):
-        await bench.channel.unary_unary("/made.up/Name")(b"")
+    assert await bench.channel.unary_unary("/made.up/Name")(b"").code() is grpc.StatusCode.UNIMPLEMENTED
     await bench.stub.GetModel(inference_pb2.GetModelRequest())
     await bench.ended(GET_MODEL)
     assert bench.recorded.names == [GET_MODEL]

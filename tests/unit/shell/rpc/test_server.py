@@ -94,21 +94,6 @@ async def test_a_watcher_sees_every_change_and_the_drain_and_then_its_end(serve:
     await draining
 
 
-async def test_a_drain_lets_a_running_call_finish(serve: Serve) -> None:
-    streaming = Streaming()
-    server, channel = await serve(streaming.service)
-    call = inference_pb2_grpc.InferenceServiceStub(channel).Generate(inference_pb2.GenerateRequest(), timeout=TIMEOUT_S)
-    await call.read()
-    await streaming.begun.wait()
-
-    draining = asyncio.create_task(server.drain(TIMEOUT_S))
-    streaming.may_end.set()
-
-    assert (await call.read()).text == "last"
-    assert await call.code() is grpc.StatusCode.OK
-    await draining
-
-
 async def test_a_drain_ends_calls_that_outlast_the_grace_and_waits_for_their_cleanup(serve: Serve) -> None:
     streaming = Streaming()
     server, channel = await serve(streaming.service)

@@ -25,12 +25,6 @@ def samples(metrics: Metrics) -> dict[tuple[str, tuple[tuple[str, str], ...]], f
     }
 
 
-def test_what_was_counted_shows_under_its_name_and_labels() -> None:
-    metrics = Metrics(Process.ROUTER, "demo")
-    metrics.counter(names.REQUEST_FAILURES).add(3, "WORKER_LOST")
-    assert samples(metrics)["tandem_request_failures_total", (("reason", "WORKER_LOST"),)] == 3
-
-
 def test_what_is_read_is_asked_for_at_each_scrape() -> None:
     metrics = Metrics(Process.DECODE, "demo")
     values = iter((4, 5))
@@ -85,13 +79,6 @@ def test_build_info_and_the_process_are_always_there() -> None:
     assert shown["tandem_build_info", labels] == 1
     assert shown["process_resident_memory_bytes", ()] > 0
     assert shown["process_start_time_seconds", ()] > 0
-
-
-def test_two_processes_metrics_in_one_interpreter_are_strangers() -> None:
-    first, second = Metrics(Process.ROUTER, "demo"), Metrics(Process.ROUTER, "demo")
-    first.counter(names.COMPLETION_TOKENS).add(7)
-    second.counter(names.COMPLETION_TOKENS)
-    assert samples(second)["tandem_completion_tokens_total", ()] == 0
 
 
 def test_a_metric_of_another_process_or_kind_is_refused() -> None:

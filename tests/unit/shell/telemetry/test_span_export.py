@@ -339,12 +339,5 @@ ENDPOINT = {"OTEL_EXPORTER_OTLP_ENDPOINT": "http://collector:4317"}
 def test_the_standard_variables_decide_whether_to_export(environ: dict[str, str], possible: bool) -> None:
     wanted = trace_export(environ)
     assert (wanted is not None and wanted.obstacle is None) is possible
-
-
-@pytest.mark.parametrize(
-    "environ", [ENDPOINT | {"OTEL_EXPORTER_OTLP_PROTOCOL": "http/json"}, {"OTEL_TRACES_EXPORTER": "zipkin"}]
-)
-def test_what_is_asked_for_and_not_known_has_a_name(environ: dict[str, str]) -> None:
-    wanted = trace_export(environ)
-    assert wanted is not None
-    assert list(environ.values())[-1] in str(wanted.obstacle)
+    if wanted is not None and wanted.obstacle is not None:
+        assert list(environ.values())[-1] in wanted.obstacle

@@ -64,13 +64,6 @@ def test_a_worker_reads_the_state_that_the_router_passed_on() -> None:
     assert dict(span.trace_state) == {"vendor": "1"}
 
 
-def test_the_state_of_a_vendor_goes_with_the_trace() -> None:
-    context = context_from_metadata([("traceparent", TRACEPARENT), ("tracestate", "vendor=1"), ("other", "x")])
-    span = trace.get_current_span(context).get_span_context()
-    assert dict(span.trace_state) == {"vendor": "1"}
-    assert traceparent_of(span) == TRACEPARENT
-
-
 def test_metadata_without_a_trace_gives_no_parent() -> None:
     with_nothing = context_from_metadata(None)
     assert not trace.get_current_span(with_nothing).get_span_context().is_valid

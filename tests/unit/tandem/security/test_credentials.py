@@ -114,10 +114,6 @@ def test_a_process_brings_its_token_by_tls_or_on_purpose(pki: Pki) -> None:
         assert outgoing.metadata() == (("authorization", f"Bearer {TOKEN}"),)
 
 
-def test_a_process_without_a_token_has_none_to_show() -> None:
-    Security.load(SecurityConfig(), PORTS, (("--router", "192.0.2.1:1"),))
-
-
 def test_a_clients_certificate_needs_its_key(pki: Pki) -> None:
     with pytest.raises(ConfigError, match="goes with --tls-key"):
         Outgoing.of_client(ClientSecurityConfig(tls_cert=pki.issue().cert), "127.0.0.1:1")

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from engine.prefix_cache import CacheCounters
+from engine.cache_counters import CacheCounters
 from kvtransfer.base import SenderGaveUp
 from shell.telemetry.events import (
     FirstToken,

@@ -32,10 +32,10 @@ from itertools import islice
 
 from decode_worker.incoming_transfers import IncomingTransfers
 from decode_worker.running_batch import RunningBatch
-from engine.prefix_cache import PrefixCache
 from prefill_worker.prompts import Prompts
 from tandem.errors import Overloaded
 from worker.admission import Forecast, Line, is_overdue, note_overtaken
+from worker.ports import WorkerParts
 from worker.request import Request
 from worker.tuning import LOOK_AHEAD, PROMPT_STEPS, SEATS_AHEAD
 
@@ -45,22 +45,21 @@ STANDSTILL_S = 2.0
 """How long nothing may go on for lack of room before one that holds room fails: longer than most hand-offs take."""
 
 
-class Admission:
-    """The admission of a worker."""
+class Reservations:
+    """The line of reservations, and of what is admitted before it."""
 
     def __init__(
         self,
-        max_seqs: int,
-        cache: PrefixCache,
+        parts: WorkerParts,
         forecast: Forecast,
         batch: RunningBatch,
         transfers: IncomingTransfers,
         prompts: Prompts,
     ) -> None:
         self.line = Line(lambda request: request.rank)
-        self._max_seqs = max_seqs
-        self._cache = cache
-        self._pool = cache.pool
+        self._max_seqs = parts.sizes.max_seqs
+        self._cache = parts.cache
+        self._pool = parts.cache.pool
         self._forecast = forecast
         self._batch = batch
         self._transfers = transfers
