@@ -14,14 +14,22 @@ help:
 ## install   create .venv with everything that the targets below use
 install: $(VENV)/.installed
 
-$(VENV)/.installed: pyproject.toml constraints.txt setup.py $(wildcard deploy/client/*.*) kernels/cpu/build.py kernels/cpu/tiers.py $(wildcard kernels/cpu/src/*)
+SOURCES := pyproject.toml constraints.txt setup.py $(wildcard deploy/client/*.*) kernels/cpu/build.py kernels/cpu/tiers.py $(wildcard kernels/cpu/src/*)
+PIP_INSTALL = $(BIN)/python -m pip install -q --disable-pip-version-check --no-compile -c constraints.txt
+
+$(VENV)/.installed: $(VENV)/.demo
+	$(PIP_INSTALL) -e deploy/client -e '.[dev]'
+	touch $@
+
+# What serves the demo model and nothing more: a tenth of the packages above.
+$(VENV)/.demo: $(SOURCES)
 	$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 11) else "Tandem needs Python 3.11 or newer")'
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install -q --disable-pip-version-check --no-compile -c constraints.txt -e deploy/client -e '.[dev]'
+	$(PIP_INSTALL) -e deploy/client -e '.[native]'
 	touch $@
 
 ## demo      three processes on the shipped model: stream, status, figures, clean stop
-demo: install
+demo: $(VENV)/.demo
 	$(BIN)/python -m bench.demo
 
 ## test      every test that needs neither a GPU nor hours
