@@ -3,11 +3,12 @@
 - line: prompt tokens that wait where the prompt is computed, by the worker's rate
 - compute: tokens that this worker lacks, by its rate
 - hand-off: as long as those before it took, for the share that the decode worker lacks
-- seat: `SEAT_S` for each time that the decode worker is full before the request's turn comes
+- seat: `SEAT_S` for each time that the decode worker is full before the request's turn comes, and once if its steps
+  take their objective already: it comes after all that have room and time
 - streams: what running streams lose, and the request's own stream:
   `STREAM_WEIGHT` * compute, for each stream of the worker that computes;
   `STREAM_WEIGHT` * line of an elastic decode worker, if another worker computes the prompt;
-  `FULL_S` * share of the decode worker in use: longer steps; `FULL_S` more if steps take their objective already;
+  `FULL_S` * share of the decode worker in use: longer steps;
   `OPENING_S` / (1 + streams) on an elastic decode worker: prompts avoid workers that have streams
 """
 
@@ -43,7 +44,8 @@ def cost(demand: Demand, prefill: WorkerView | None, decode: WorkerView, unmeasu
     """
     line_s = compute_s = handoff_s = 0.0
     share = decode.share_with(demand)
-    streams_s = FULL_S * (share + decode.is_at_objective)
+    turns = max(0, math.ceil(share) - 1) + decode.is_at_objective
+    streams_s = FULL_S * share
     if decode.info.role is Role.ELASTIC:
         streams_s += OPENING_S / (1 + decode.num_seqs)
         if prefill is not None:
@@ -54,4 +56,4 @@ def cost(demand: Demand, prefill: WorkerView | None, decode: WorkerView, unmeasu
         streams_s += STREAM_WEIGHT * compute_s * computing.running_seqs
     if prefill is not None:
         handoff_s = demand.handoff_s * decode.lacking_tokens(demand) / demand.num_tokens
-    return Cost(line_s, compute_s, handoff_s, SEAT_S * max(0, math.ceil(share) - 1), streams_s)
+    return Cost(line_s, compute_s, handoff_s, SEAT_S * turns, streams_s)

@@ -9,15 +9,18 @@ from __future__ import annotations
 
 STREAM_WEIGHT = 0.3
 """Seconds of a first token that are worth one second for which one running stream waits: streams bear some gaps. Set by
-`bench.simulate` (elastic fleets of 2, 4 and 16, 2026-11-28), as the next two: 1 attains 2 % less."""
+`bench.simulate` (elastic fleets of 2, 4 and 16, one seed each, 2026-11-28), as the next two: with 1, and larger costs
+of opening and of seats, 2 % less was in time."""
 FULL_S = 0.3
-"""Seconds that decoding costs on a full worker, by its longer steps; on others, their share of it. 1 s
-attains 10 % less."""
+"""Seconds that decoding costs on a full worker, by its longer steps; on others, their share of it. With 1 s
+about 10 % less was in time."""
 OPENING_S = 6.0
 """Seconds that the first stream of an elastic worker costs: prompts would keep nobody waiting there without it. With n
-streams another one costs 1 / (1 + n) of that. 2 s attains 3 % less, 10 s as much."""
+streams another one costs 1 / (1 + n) of that. With 2 s about 3 % less was in
+time, with 10 s as much."""
 SEAT_S = 10.0
-"""Seconds that a stream waits while as many as fit into a full worker end before it. No bench: always a last resort."""
+"""Seconds that a stream waits while as many as fit into a full worker end before it, or that other streams lose
+where steps take their objective already. No bench: always a last resort."""
 NOMINAL_TOKENS_PER_S = 1000.0
 """Prompt tokens per second of workers while no rate is measured. No bench: the first seconds of a cluster."""
 DRAWS = 2

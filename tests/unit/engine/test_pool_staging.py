@@ -113,7 +113,7 @@ async def test_a_copy_that_the_device_refuses_is_a_failed_transfer_and_holds_no_
 
 
 @needs_gpu
-async def test_a_pool_on_a_gpu_has_a_ring_in_pinned_shared_memory() -> None:
+def test_a_pool_on_a_gpu_has_a_ring_in_pinned_shared_memory() -> None:
     cache = KvCache.create(LAYOUT, NUM_BLOCKS, torch.device("cuda", 0), shared=True)
     try:
         assert cache.shared_fd is not None
@@ -122,11 +122,11 @@ async def test_a_pool_on_a_gpu_has_a_ring_in_pinned_shared_memory() -> None:
         cache.blocks_view.copy_(torch.randint(0, 256, cache.blocks_view.shape, dtype=torch.uint8))
         torch.cuda.synchronize()
         before, chosen, rows = cache.blocks_view.cpu(), blocks(5, 6, 37, 1, 15), [2, 3, 4, 0, 9]
-        await staging_of(cache).copy_out(chosen, Ring(cache), rows)
+        asyncio.run(staging_of(cache).copy_out(chosen, Ring(cache), rows))
         assert torch.equal(cache.host_rows[rows], before[chosen])
         cache.blocks_view.zero_()
         torch.cuda.synchronize()
-        await staging_of(cache).copy_in(Ring(cache), rows, chosen)
+        asyncio.run(staging_of(cache).copy_in(Ring(cache), rows, chosen))
         assert torch.equal(cache.blocks_view.cpu()[chosen], before[chosen])
     finally:
         cache.close()

@@ -50,11 +50,16 @@ def test_the_parts_of_a_worker_alone(worker: View) -> None:
     assert found == pytest.approx((0.0, 1.0, 0.0, 0.0, STREAM_WEIGHT * 4 + FULL_S * 0.5))
 
 
-def test_a_full_worker_costs_the_wait_for_a_seat_and_slow_steps_cost_as_a_full_one(worker: View) -> None:
+def test_a_full_worker_costs_the_wait_for_a_seat_and_so_do_steps_at_their_objective(worker: View) -> None:
     for streams, turns in ((9, 0), (10, 1), (19, 1), (20, 2)):
         assert cost(DEMAND, worker(P, "p"), worker(D, "d", running_seqs=streams), 1.0).seat_s == turns * SEAT_S
     slow, quick = (worker(D, "d", step_s=step_s, step_objective_s=0.05) for step_s in (0.05, 0.049))
-    assert cost(DEMAND, None, slow, 1.0).streams_s == pytest.approx(cost(DEMAND, None, quick, 1.0).streams_s + FULL_S)
+    assert cost(DEMAND, None, slow, 1.0).seat_s == cost(DEMAND, None, quick, 1.0).seat_s + SEAT_S
+
+
+def test_an_idle_worker_is_opened_rather_than_one_whose_steps_take_their_objective(worker: View) -> None:
+    busy = worker(E, "busy", running_seqs=4, step_s=0.05, step_objective_s=0.05)
+    assert place(DEMAND, [busy, worker(E, "idle")], Random(0)).decode.worker_id == "idle"
 
 
 def test_what_is_handed_over_is_not_computed(worker: View) -> None:
