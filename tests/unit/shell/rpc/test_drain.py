@@ -74,7 +74,7 @@ async def _pass_on(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -
     writer.close()
 
 
-async def test_a_connected_client_calls_elsewhere_while_its_stream_goes_on() -> None:
+async def test_a_draining_server_is_alive_and_its_client_calls_elsewhere_while_its_stream_goes_on() -> None:
     old, new = Named("old"), Named("new")
     async with AsyncExitStack() as stack, asyncio.timeout(TIMEOUT_S):
         server, port = await stack.enter_async_context(old.listening())
@@ -90,6 +90,7 @@ async def test_a_connected_client_calls_elsewhere_while_its_stream_goes_on() -> 
         draining = asyncio.create_task(server.drain(TIMEOUT_S))
         await channel.wait_for_state_change(grpc.ChannelConnectivity.READY)
         assert (await stub.GetModel(inference_pb2.GetModelRequest())).model == "new"
+        assert (server.health.alive, server.health.serving) == (True, False)  # no probe ends it under its streams
 
         old.may_end.set()
         assert (await stream.read()).text == "last"
