@@ -1,8 +1,8 @@
 """The measures of the house, of checkouts side by side: `python -m bench.lines [DIR …]`; without arguments, this one.
 
 - Lines of Python: the product by room and in all (no test, bench, check, deployment, generated stub), bench, tests.
-- Pages of docs/*.md, and lines of those that people write: in every checkout without `_GENERATED`. Bytes of bench/LOG.md,
-  docs/performance.md and README.md.
+- Pages of docs/*.md, and lines of those that people write: in every checkout without `_GENERATED`. Bytes of
+  bench/LOG.md, docs/performance.md and README.md.
 - Docstrings of the product whose subject is a pronoun: they begin with "Of", or have at most 12 words, one of which is
   "it", "they", "those", "one" or "others".
 - Options of `serve`, the router and the workers: rows of docs/options.md, but for those of `calls` and removed ones.
