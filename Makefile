@@ -14,7 +14,7 @@ help:
 ## install   create .venv with everything that the targets below use
 install: $(VENV)/.installed
 
-SOURCES := pyproject.toml constraints.txt setup.py $(wildcard deploy/client/*.*) kernels/cpu/build.py kernels/cpu/tiers.py $(wildcard kernels/cpu/src/*)
+SOURCES := pyproject.toml constraints.txt setup.py $(wildcard deploy/client/*.toml deploy/client/*.py) kernels/cpu/build.py kernels/cpu/tiers.py $(wildcard kernels/cpu/src/*)
 PIP_INSTALL = $(BIN)/python -m pip install -q --disable-pip-version-check --no-compile -c constraints.txt
 
 $(VENV)/.installed: $(VENV)/.demo
