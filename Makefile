@@ -73,6 +73,7 @@ check: install $(GEN)/.installed
 	$(BIN)/python .ci/checks/prometheus_rule.py
 	$(BIN)/python .ci/checks/metrics_page.py
 	$(BIN)/python .ci/checks/options_page.py
+	$(BIN)/python .ci/checks/api_page.py
 
 ## compile-check  every Triton kernel and tile for sm_80, sm_86, sm_90, no GPU needed: registers, shared memory, spills
 compile-check: install

@@ -1,7 +1,8 @@
 """The measures of the house, of checkouts side by side: `python -m bench.lines [DIR …]`; without arguments, this one.
 
 - Lines of Python: the product by room and in all (no test, bench, check, deployment, generated stub), bench, tests.
-- Pages and lines of docs/*.md; bytes of bench/LOG.md, docs/performance.md and README.md.
+- Pages of docs/*.md, and lines of those that people write: in every checkout without `_GENERATED`. Bytes of
+  bench/LOG.md, docs/performance.md and README.md.
 - Docstrings of the product whose subject is a pronoun: they begin with "Of", or have at most 12 words, one of which is
   "it", "they", "those", "one" or "others".
 - Options of `serve`, the router and the workers: rows of docs/options.md, but for those of `calls` and removed ones.
@@ -30,6 +31,7 @@ _POLICY = (
     *("decode_worker/admission.py", "decode_worker/moves.py", "decode_worker/policy.py"),
     *("decode_worker/chunk_budget.py", "decode_worker/growth.py", "decode_worker/pressure.py"),
 )
+_GENERATED = ("api.md", "options.md", "performance.md", "troubleshooting.md")
 _PRONOUNS = {"it", "they", "those", "one", "others"}
 _MOST_WORDS = 12
 _CAPITALS = re.compile(r"_?[A-Z][A-Z0-9_]*")
@@ -48,8 +50,9 @@ def measures(checkout: Path) -> Measures:
     found = {f"product: {room}, lines": f"{count:,}" for room, count in product.items()}
     found["product Python, lines"] = f"{sum(product.values()):,}"
     found |= {f"{room}, lines": f"{rooms.get(room, 0):,}" for room in ("bench", "tests")}
-    docs = [len(page.read_text().splitlines()) for page in (checkout / "docs").glob("*.md")]
-    found["docs, pages and lines"] = f"{len(docs)}, {sum(docs):,}"
+    pages = list((checkout / "docs").glob("*.md"))
+    written = sum(len(page.read_text().splitlines()) for page in pages if page.name not in _GENERATED)
+    found["docs, pages and written lines"] = f"{len(pages)}, {written:,}"
     for name in ("bench/LOG.md", "docs/performance.md", "README.md"):
         found[f"{name}, bytes"] = f"{(checkout / name).stat().st_size:,}"
     files = [file for file in lines if file.parts[0] in product]

@@ -64,6 +64,10 @@ def performance(records: Mapping[str, Record]) -> str:
     gpu, kernels = records.get("gpu"), records.get("kernels-cuda")
     if gpu is not None and kernels is not None:
         parts += [f"## {gpu['results']['gpu']['gpu']}\n", *_gpu(gpu["results"], kernels["results"]), f"{_taken(gpu)}\n"]
+    if "gpu-vllm" in records:
+        record = records["gpu-vllm"]
+        parts += [f"## {record['machine']['gpu']} beside vLLM\n", _gpu_beside_vllm(record), f"{record['method']}\n"]
+        parts.append(f"{_taken(record)}\n")
     if "transfer" in records:
         parts += ["## Hand-offs between two processes\n", _transfers(records["transfer"]["results"])]
         parts.append(f"{_taken(records['transfer'])}\n")
@@ -164,6 +168,21 @@ def _gpu(results: Document, kernels: Document) -> list[str]:
                 rows.append((what, _number(each["median_gb_per_s"])))
     rows += [(f"idle share of the device, {gap['how']}", f"{gap['idle_share']:.1%}") for gap in kernels["launch_gaps"]]
     return [table(("figure", "Tandem"), rows)]
+
+
+def _gpu_beside_vllm(record: Document) -> str:
+    """Returns a row for each load and figure of a deployment that vLLM has, too."""
+    rows = []
+    for deployment in ("one worker", "one prefill and one decode worker"):
+        for load, ours in record[f"tandem {deployment}"].items():
+            theirs, head = record["vllm"][load], f"{load.replace('x', '×')}, {deployment}"
+            figures = {OURS: {"median": ours["tok_s"]}, VLLM: {"median": theirs["tok_s"]}}
+            rows.append(_row(f"{head}, tokens/s", figures, is_rate=True))
+            for key, what in (("ttft", "first token"), ("itl", "gap")):
+                for which in ("p50", "p99"):
+                    figures = {who: {"median": each[f"{key}_{which}"]} for who, each in ((OURS, ours), (VLLM, theirs))}
+                    rows.append(_row(f"{head}: {what} {which}, ms", figures, is_rate=False))
+    return table(("figure", "Tandem", "vLLM", "times vLLM"), [(*row[:3], row[-1]) for row in rows])
 
 
 def _transfers(results: Document) -> str:

@@ -162,7 +162,7 @@ _CALLS = (
         CALL,
         "A value is out of bounds.",
         "sampling.temperature: -1 is not in [0, 100]",
-        "[sampling.md](sampling.md) lists the bounds.",
+        "[protocol.md](protocol.md#sampling-parameters) lists the bounds.",
         ("generate", "hello", "--temperature", "-1", "--target", "{router}"),
     ),
     Mistake(

@@ -54,8 +54,17 @@ def test_a_command_that_a_page_shows_is_read(page: str, command: list[str], monk
     assert caught.value.args == ([],), page
 
 
+@pytest.mark.parametrize("page", ["README.md", "docs/index.md"])
+def test_a_machine_without_a_gpu_gets_the_torch_that_is_pinned_and_before_the_rest(page: str) -> None:
+    text = (ROOT / page).read_text()
+    pinned = re.search(r"^torch==\S+$", (ROOT / "constraints.txt").read_text(), re.MULTILINE)
+    assert pinned is not None
+    line = f"pip install {pinned[0]} --index-url https://download.pytorch.org/whl/cpu\n"
+    assert 0 < text.find(line) < text.find("pip install -c constraints.txt")
+
+
 def test_the_page_for_those_who_come_from_vllm_names_options_that_are_there() -> None:
-    table = (ROOT / "docs/from_vllm.md").read_text().split("| vLLM | Tandem | differs in |")[1].split("\n\n")[0]
+    table = (ROOT / "docs/comparison.md").read_text().split("| vLLM | Tandem | differs in |")[1].split("\n\n")[0]
     cells = [row.split("|")[2] for row in table.splitlines()[2:]]
     named = [name for cell in cells for name in re.findall(r"`(--[a-z-]+)", cell)]
     assert len(named) > 30

@@ -44,7 +44,7 @@ def test_the_index_has_a_line_for_every_command(capsys: pytest.CaptureFixture[st
 
 
 def test_the_table_of_sampling_parameters_has_every_field_and_the_caps_as_they_are() -> None:
-    table = (ROOT / "docs" / "sampling.md").read_text().split("| field |")[1].split("\n\n")[0]
+    table = (ROOT / "docs" / "protocol.md").read_text().split("| field |")[1].split("\n\n")[0]
     rows = dict(re.findall(r"^\| `(\w+)` \|(.*)$", table, flags=re.MULTILINE))
     caps = re.findall(r"(\d+)(?: [A-Za-z]+)* \(`--([a-z-]+)`\)", table)
 
