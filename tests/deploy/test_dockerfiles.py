@@ -152,10 +152,8 @@ def test_dependencies_installed_before_the_source_are_all_that_it_asks_for(extra
     command = [sys.executable, str(DEPLOY / "docker/requirements.py"), ",".join(extras)]
     done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=ROOT, timeout=20)
     optional = PROJECT["project"]["optional-dependencies"]
-    wanted = {
-        *DEPENDENCIES,
-        *(each for extra in {*extras, *(("worker",) if extras else ())} for each in optional[extra]),
-    }
+    every = {*extras, *(("worker", "native") if extras else ())}  # each stands on the ones before
+    wanted = {*DEPENDENCIES, *(each for extra in every for each in optional[extra])}
     listed = done.stdout.splitlines()
     assert sorted(listed) == sorted(each for each in wanted if not each.startswith("tandem-serving"))
 
