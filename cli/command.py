@@ -24,9 +24,8 @@ def add_command(
         name,
         help=summary,
         description=f"{summary[0].upper()}{summary[1:]}. {details}".strip(),
-        allow_abbrev=False,
     )
-    parser.set_defaults(run=run, parser=parser)
+    parser.set_defaults(run=run)
     return parser
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import argparse
 
 from cli.command import Subparsers, add_command
+from shell.command_line import EXIT_FAILED, EXIT_OK
 from shell.config import ClientConfig, add_arguments, load
-from shell.rpc.process import EXIT_FAILED, EXIT_OK
 from tandem.client import Client
 
 LONGEST_S = 5.0

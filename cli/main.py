@@ -6,20 +6,19 @@
 from __future__ import annotations
 
 import argparse
-import difflib
 import importlib
 import os
 import sys
 from collections.abc import Sequence
 from functools import partial
-from typing import NoReturn
 
 import tandem
 from cli import bench, chat, compile_kernels, doctor, generate, health, plan, serve, status
 from cli.command import Subparsers, add_command
+from shell.command_line import EXIT_BAD_CONFIG, EXIT_FAILED, CommandLine
 from shell.config import DecodeConfig, ElasticConfig, PrefillConfig, RouterConfig, add_arguments, load
 from shell.progress import show_on_terminal
-from shell.rpc.process import EXIT_BAD_CONFIG, EXIT_FAILED, hold_standard_streams
+from shell.rpc.process import hold_standard_streams
 from tandem.errors import CheckpointError, ConfigError, TandemError
 
 EXIT_INTERRUPTED = 130
@@ -28,11 +27,10 @@ EXIT_INTERRUPTED = 130
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs `tandem ARG…`; returns the exit code."""
     hold_standard_streams()
-    parser = argparse.ArgumentParser(
+    parser = CommandLine(
         prog="tandem",
         description="Serves language models with prefill and decode in separate workers.",
         epilog="Every option of a command also reads TANDEM_<OPTION> from the environment where its help says so.",
-        allow_abbrev=False,
     )
     parser.add_argument("--version", action="version", version=f"tandem {tandem.__version__}")
     subparsers = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
@@ -42,9 +40,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         doctor.add_parser,
     ):
         add(subparsers)
-    namespace, unknown = parser.parse_known_args(argv)
-    if unknown:
-        _refuse(unknown, namespace.parser)
+    namespace = parser.parse_args(argv)
     show_on_terminal()
     try:
         code = int(namespace.run(namespace))
@@ -58,16 +54,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # the reader of our output has gone, as `head` does
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return EXIT_FAILED
-
-
-def _refuse(unknown: Sequence[str], parser: argparse.ArgumentParser) -> NoReturn:
-    """Ends the process, with the option that may be meant."""
-    name = next((each for each in unknown if each.startswith("-")), unknown[0]).partition("=")[0]
-    shown = (action for action in parser._actions if action.help is not argparse.SUPPRESS)
-    known = [flag for action in shown for flag in action.option_strings]
-    close = difflib.get_close_matches(name, known, n=1)
-    meant = f"did you mean {close[0]}?" if close else f"`{parser.prog} --help` lists what there is"
-    parser.exit(EXIT_BAD_CONFIG, f"{parser.prog}: error: {name}: no such option; {meant}\n")
 
 
 def _add_processes(subparsers: Subparsers) -> None:

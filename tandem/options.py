@@ -9,6 +9,7 @@ name; callers pass the removed ones, each with what to do instead, and both comm
 from __future__ import annotations
 
 import argparse
+import difflib
 import enum
 import re
 from collections.abc import Iterable, Iterator, Mapping
@@ -228,6 +229,15 @@ def _value(each: Option, namespace: argparse.Namespace, environ: Mapping[str, st
     return each.default
 
 
+def meant(name: str, known: Iterable[str], otherwise: str, prefix: str = "") -> str:
+    """Returns which of the `known` names a misspelt one may stand for; `otherwise` if none is near.
+
+    All begin with `prefix`, which makes none of them near.
+    """
+    close = difflib.get_close_matches(name.removeprefix(prefix), [each.removeprefix(prefix) for each in known], n=1)
+    return f"did you mean {prefix}{close[0]}?" if close else otherwise
+
+
 def check_known(environ: Mapping[str, str], known: Iterable[type[Any]], removed: Mapping[str, str]) -> None:
     """Raises ConfigError for a `TANDEM_` variable that no option of `known` reads, with what `removed` says of it.
 
@@ -239,4 +249,5 @@ def check_known(environ: Mapping[str, str], known: Iterable[type[Any]], removed:
             option_name = name.removeprefix(ENV_PREFIX).replace("_", "-").lower()
             if option_name in removed:
                 raise ConfigError(name, f"removed: {removed[option_name]}")
-            raise ConfigError(name, "no option of this name; `tandem COMMAND --help` lists them, unset it")
+            what_to_do = meant(name, names, "`tandem COMMAND --help` lists them, unset it", ENV_PREFIX)
+            raise ConfigError(name, f"no option of this name; {what_to_do}")

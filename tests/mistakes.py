@@ -32,6 +32,13 @@ _STARTS = (
     ),
     Mistake(
         START,
+        "An option has no value.",
+        "tandem serve: error: --model: expected one argument",
+        "Write the value behind it.",
+        ("serve", "--model"),
+    ),
+    Mistake(
+        START,
         "A value is not one of the choices.",
         "--dtype: must be one of auto, float32, bfloat16, float16 (got 'int3')",
         "`tandem COMMAND --help` lists the choices.",
@@ -164,6 +171,13 @@ _CALLS = (
         "sampling.temperature: -1 is not in [0, 100]",
         "[sampling.md](sampling.md) lists the bounds.",
         ("generate", "hello", "--temperature", "-1", "--target", "{router}"),
+    ),
+    Mistake(
+        CALL,
+        "A value is not a number.",
+        "tandem generate: error: --temperature: invalid float value: 'hot'",
+        "`tandem COMMAND --help` says what kind of value an option takes.",
+        ("generate", "hello", "--temperature", "hot"),
     ),
     Mistake(
         CALL,

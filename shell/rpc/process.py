@@ -5,7 +5,6 @@ The first SIGTERM or SIGINT asks to stop, the second ends the process at once.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import os
 import signal
@@ -15,6 +14,7 @@ from typing import TypeVar
 
 import uvloop
 
+from shell.command_line import EXIT_BAD_CONFIG, EXIT_FAILED, EXIT_OK, CommandLine
 from shell.config import add_arguments, load
 from shell.rpc.open_files import check_open_files
 from shell.telemetry.logging import get_logger
@@ -27,10 +27,6 @@ T = TypeVar("T")
 
 REPORT = "tandem: "
 """Begins the line that says why a process ends."""
-EXIT_OK = 0
-EXIT_FAILED = 1
-EXIT_BAD_CONFIG = 2
-"""A bad option, environment variable, model folder or limit of the operating system."""
 
 
 class StopSignal:
@@ -92,7 +88,7 @@ def hold_standard_streams() -> None:
 def run_module(prog: str, description: str, config_class: type[T], run: Callable[[T], int]) -> int:
     """`python -m router` and its like: reads argv and environment into `config_class`, then runs."""
     hold_standard_streams()
-    parser = argparse.ArgumentParser(prog=prog, description=description)
+    parser = CommandLine(prog=prog, description=description)
     add_arguments(parser, config_class)
     try:
         config = load(config_class, parser.parse_args())

@@ -90,19 +90,25 @@ def test_a_bad_option_is_exit_code_two_and_named(
         ["serve", "--kv-memry", "7"],
     ],
 )
-def test_what_argparse_refuses_is_exit_code_two(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_argparse_refuses_is_one_line_and_exit_code_two(
+    argv: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(SystemExit) as ended:
         main(argv)
     assert ended.value.code == 2
-    assert "error:" in capsys.readouterr().err
+    told = capsys.readouterr()
+    assert told.err.startswith("tandem: error: " if len(argv) < 2 else f"tandem {argv[0]}: error: ")
+    assert (told.err.count("\n"), told.out) == (1, "")
 
 
 def test_a_bad_environment_variable_is_named(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setenv("TANDEM_PAGE_SIZE", "16")
-    assert main(["status"]) == 2
-    assert "TANDEM_PAGE_SIZE" in capsys.readouterr().err
+    for name, told in (("BLOKC_SIZE", "did you mean TANDEM_BLOCK_SIZE?"), ("XYZ", "`tandem COMMAND --help` lists")):
+        with monkeypatch.context() as patch:
+            patch.setenv(f"TANDEM_{name}", "16")
+            assert main(["status"]) == 2
+        assert f"TANDEM_{name}: no option of this name; {told}" in capsys.readouterr().err
 
 
 def test_every_sampling_option_has_a_flag() -> None:
