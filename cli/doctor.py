@@ -45,7 +45,6 @@ def add_parser(subparsers: Subparsers) -> None:
         subparsers,
         "doctor",
         run,
-        "which kernels and transports work here, and why the others don't",
         "Changes nothing and calls no server. With --model it says whether that model can be served, and what it takes "
         "at the options of a decode worker, which it takes too.",
     )

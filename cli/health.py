@@ -19,7 +19,6 @@ def add_parser(subparsers: Subparsers) -> None:
         subparsers,
         "health",
         run,
-        "whether a process serves, as an exit code",
         "Asks grpc.health.v1 of a router or a worker: 0 = SERVING, 1 = not, or not reachable. Needs no token. "
         f"Waits {LONGEST_S:g} s at most.",
     )

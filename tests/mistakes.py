@@ -25,6 +25,13 @@ START, CALL = "A process does not start", "A request fails"
 _STARTS = (
     Mistake(
         START,
+        "A command is misspelt.",
+        "error: sreve: no such command; did you mean serve?",
+        "`tandem --help` lists all commands.",
+        ("sreve",),
+    ),
+    Mistake(
+        START,
         "An option is misspelt.",
         "tandem serve: error: --kv-memry: no such option; did you mean --kv-memory?",
         "`tandem COMMAND --help` lists all options.",

@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-import sys
 from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
@@ -17,6 +16,7 @@ import uvloop
 from shell.command_line import EXIT_BAD_CONFIG, EXIT_FAILED, EXIT_OK, CommandLine
 from shell.config import add_arguments, load
 from shell.rpc.open_files import check_open_files
+from shell.standard_streams import hold_standard_streams
 from shell.telemetry.logging import get_logger
 from shell.telemetry.stderr_lines import flush_lines, write_line
 from tandem.errors import CheckpointError, ConfigError, TandemError
@@ -71,18 +71,6 @@ class StopSignal:
             callback()
         flush_lines()
         os._exit(128 + signum)
-
-
-def hold_standard_streams() -> None:
-    """Puts the null device where standard input, output or error was closed when the process was started.
-
-    Otherwise the first files that are opened get these numbers, and libuv aborts when it is to close one of them.
-    """
-    while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:  # the lowest that is free
-        pass
-    os.close(descriptor)
-    sys.stdout = sys.stdout or open(1, "w", closefd=False)  # noqa: SIM115
-    sys.stderr = sys.stderr or open(2, "w", closefd=False)  # noqa: SIM115
 
 
 def run_module(prog: str, description: str, config_class: type[T], run: Callable[[T], int]) -> int:
