@@ -7,7 +7,7 @@ docs/troubleshooting.md from them.
 from __future__ import annotations
 
 import socket
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import groupby
 from pathlib import Path
@@ -20,6 +20,17 @@ ANY = "…"
 """In a message: what differs from case to case."""
 
 START, CALL = "A process does not start", "A request fails"
+
+
+def config_file(text: str) -> Callable[[Path], Path]:
+    """Makes a file for `--config` beside the model."""
+
+    def write(folder: Path) -> Path:
+        file = folder.with_suffix(".yaml")
+        file.write_text(text)
+        return file
+
+    return write
 
 
 _STARTS = (
@@ -57,6 +68,22 @@ _STARTS = (
         "--kv-memory: must be a size such as 4096, 512MiB or 2GiB (got 'lots')",
         "Write a number and a unit.",
         ("serve", "--kv-memory", "lots"),
+    ),
+    Mistake(
+        START,
+        "A name in the file of `--config` is misspelt.",
+        "--config: kv-memry: this command has no such option; did you mean kv-memory?",
+        "The file has the names of the command's options, without dashes ([options.md](options.md)).",
+        ("serve", "--config", "{model}"),
+        config_file("kv-memry: 7GiB"),
+    ),
+    Mistake(
+        START,
+        "A value in the file of `--config` is not one of the choices.",
+        "--config: dtype: must be one of auto, float32, bfloat16, float16 (got 'int3')",
+        "`tandem COMMAND --help` lists the choices.",
+        ("serve", "--config", "{model}"),
+        config_file("dtype: int3"),
     ),
     Mistake(
         START,
