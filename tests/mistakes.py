@@ -201,6 +201,14 @@ _CALLS = (
     ),
     Mistake(
         CALL,
+        "More tokens are asked for than the context leaves after the prompt.",
+        "sampling.max_tokens: 5000 tokens after a prompt of 3 exceed the model's context of 1024, which leaves 1021: "
+        "shorten the prompt or lower max_tokens",
+        "Ask for as many as it leaves, or leave `max_tokens` out.",
+        ("generate", "--token-ids", "5,6,7", "--max-tokens", "5000", "--target", "{router}"),
+    ),
+    Mistake(
+        CALL,
         "A value is out of bounds.",
         "sampling.temperature: -1 is not in [0, 100]",
         "[sampling.md](sampling.md) lists the bounds.",
