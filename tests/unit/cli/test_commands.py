@@ -120,7 +120,7 @@ def test_what_argparse_refuses_is_one_line_and_exit_code_two(
 def test_a_bad_environment_variable_is_named(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    for name, told in (("BLOKC_SIZE", "did you mean TANDEM_BLOCK_SIZE?"), ("XYZ", "`tandem COMMAND --help` lists")):
+    for name, told in (("BLOCKSIZE", "did you mean TANDEM_BLOCK_SIZE?"), ("XYZ", "`tandem COMMAND --help` lists")):
         with monkeypatch.context() as patch:
             patch.setenv(f"TANDEM_{name}", "16")
             assert main(["status"]) == 2
