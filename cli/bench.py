@@ -20,7 +20,6 @@ def add_parser(subparsers: Subparsers) -> None:
         subparsers,
         "bench",
         run,
-        "load on a running server: TTFT, ITL, TPOT, throughput, goodput at an SLO",
         "Open loop with --rate: requests arrive on schedule whether or not earlier ones have ended, and latency counts "
         "from the scheduled arrival. Closed loop with --concurrency: so many callers, each waiting for its answer. "
         "Prompts are random token ids; end-of-text is ignored, so that the work is known.",

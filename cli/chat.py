@@ -24,7 +24,6 @@ def add_parser(subparsers: Subparsers) -> None:
         subparsers,
         "chat",
         run,
-        "a conversation in the terminal",
         f"{_RESET} forgets the conversation, ctrl-C stops an answer, ctrl-D leaves.",
     )
     parser.add_argument("--system", metavar="TEXT", help="first message, of role system")

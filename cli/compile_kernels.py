@@ -21,7 +21,6 @@ def add_parser(subparsers: Subparsers) -> None:
         subparsers,
         "compile",
         run,
-        "a model's kernels for GPUs, into a folder that workers start from",
         "Compiles what a worker with these options compiles when it starts, for GPUs that need not be there: for an "
         "image or a volume. Workers take the folder as TRITON_CACHE_DIR, at the same path, and need the same triton. "
         "Loads the weights into memory. Takes the options of a worker.",

@@ -45,16 +45,15 @@ def add_parser(subparsers: Subparsers) -> None:
         subparsers,
         "doctor",
         run,
-        "which kernels and transports work here, and why the others don't",
-        "Changes nothing and calls no server. With --model it says whether that model can be served, and what it takes "
-        "at the options of a decode worker, which it takes too.",
+        "Changes nothing and calls no server. With --model or --config it says whether that model can be served, and "
+        "what it takes at the options of a decode worker, which it takes too.",
     )
     add_arguments(parser, DecodeConfig)
 
 
 def run(namespace: argparse.Namespace) -> int:
     """Prints the report. Raises CheckpointError, ConfigError if the model that is asked about cannot be served."""
-    if namespace.model is not None:
+    if namespace.model is not None or namespace.config is not None:
         print_whole(open_console(), table(("model", ""), model_rows(load(DecodeConfig, namespace))))
         return 0
     parts: dict[str, ConsoleRenderable] = {

@@ -21,7 +21,6 @@ def add_parser(subparsers: Subparsers) -> None:
         subparsers,
         "generate",
         run,
-        "continue a prompt, streaming to the terminal",
         "Text goes to stdout as it comes. Ctrl-C cancels the request.",
     )
     parser.add_argument("prompt", nargs="?", metavar="PROMPT", help="the text to continue; left out: read from stdin")

@@ -5,8 +5,8 @@ from __future__ import annotations
 import argparse
 
 from cli.command import Subparsers, add_command
+from shell.command_line import EXIT_FAILED, EXIT_OK
 from shell.config import ClientConfig, add_arguments, load
-from shell.rpc.process import EXIT_FAILED, EXIT_OK
 from tandem.client import Client
 
 LONGEST_S = 5.0
@@ -19,7 +19,6 @@ def add_parser(subparsers: Subparsers) -> None:
         subparsers,
         "health",
         run,
-        "whether a process serves, as an exit code",
         "Asks grpc.health.v1 of a router or a worker: 0 = SERVING, 1 = not, or not reachable. Needs no token. "
         f"Waits {LONGEST_S:g} s at most.",
     )

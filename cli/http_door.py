@@ -9,7 +9,6 @@ certificate; it cannot ask for theirs.
 
 from __future__ import annotations
 
-import argparse
 import importlib.util
 import math
 import os
@@ -22,8 +21,8 @@ from collections.abc import Sequence
 
 from cli.http_call import HttpCaller
 from cli.pass_through import start_pass_through
+from shell.command_line import EXIT_BAD_CONFIG, CommandLine
 from shell.config import HttpDoorConfig, ServeConfig, add_arguments, load
-from shell.rpc.process import EXIT_BAD_CONFIG
 from tandem.errors import ConfigError
 from tandem.security.credentials import Outgoing
 from tandem.security.exposure import is_loopback
@@ -55,7 +54,7 @@ def check_http(config: ServeConfig) -> None:
 
 def main() -> None:
     """Runs until SIGTERM."""
-    parser = argparse.ArgumentParser(prog="python -m cli.http_door", description=__doc__)
+    parser = CommandLine(prog="python -m cli.http_door", description=__doc__)
     add_arguments(parser, HttpDoorConfig)
     try:
         config = load(HttpDoorConfig, parser.parse_args())

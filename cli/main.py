@@ -1,26 +1,26 @@
 """`tandem`: parses the command line, runs one subcommand, turns errors into exit codes.
 
 0 ok · 1 it failed, with one line on stderr · 2 a bad option · 130 ctrl-C
+
+Imports the module of the one command that is run: version and help need none of them.
 """
 
 from __future__ import annotations
 
 import argparse
-import difflib
 import importlib
 import os
 import sys
 from collections.abc import Sequence
-from functools import partial
 from typing import NoReturn
 
 import tandem
-from cli import bench, chat, compile_kernels, doctor, generate, health, plan, serve, status
-from cli.command import Subparsers, add_command
-from shell.config import DecodeConfig, ElasticConfig, PrefillConfig, RouterConfig, add_arguments, load
+from cli.command import COMMANDS, Subparsers
+from shell.command_line import EXIT_BAD_CONFIG, EXIT_FAILED, CommandLine
 from shell.progress import show_on_terminal
-from shell.rpc.process import EXIT_BAD_CONFIG, EXIT_FAILED, hold_standard_streams
+from shell.standard_streams import hold_standard_streams
 from tandem.errors import CheckpointError, ConfigError, TandemError
+from tandem.options import meant
 
 EXIT_INTERRUPTED = 130
 
@@ -28,23 +28,7 @@ EXIT_INTERRUPTED = 130
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs `tandem ARG…`; returns the exit code."""
     hold_standard_streams()
-    parser = argparse.ArgumentParser(
-        prog="tandem",
-        description="Serves language models with prefill and decode in separate workers.",
-        epilog="Every option of a command also reads TANDEM_<OPTION> from the environment where its help says so.",
-        allow_abbrev=False,
-    )
-    parser.add_argument("--version", action="version", version=f"tandem {tandem.__version__}")
-    subparsers = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    for add in (
-        *(serve.add_parser, _add_processes, generate.add_parser, chat.add_parser),
-        *(status.add_parser, health.add_parser, bench.add_parser, plan.add_parser, compile_kernels.add_parser),
-        doctor.add_parser,
-    ):
-        add(subparsers)
-    namespace, unknown = parser.parse_known_args(argv)
-    if unknown:
-        _refuse(unknown, namespace.parser)
+    namespace = _parsed(sys.argv[1:] if argv is None else argv)
     show_on_terminal()
     try:
         code = int(namespace.run(namespace))
@@ -60,52 +44,30 @@ def main(argv: Sequence[str] | None = None) -> int:
         return EXIT_FAILED
 
 
-def _refuse(unknown: Sequence[str], parser: argparse.ArgumentParser) -> NoReturn:
-    """Ends the process, with the option that may be meant."""
-    name = next((each for each in unknown if each.startswith("-")), unknown[0]).partition("=")[0]
-    shown = (action for action in parser._actions if action.help is not argparse.SUPPRESS)
-    known = [flag for action in shown for flag in action.option_strings]
-    close = difflib.get_close_matches(name, known, n=1)
-    meant = f"did you mean {close[0]}?" if close else f"`{parser.prog} --help` lists what there is"
-    parser.exit(EXIT_BAD_CONFIG, f"{parser.prog}: error: {name}: no such option; {meant}\n")
+def _parsed(argv: Sequence[str]) -> argparse.Namespace:
+    """Returns the options of one command. Ends the process after help or version, and if they are wrong."""
+    parser = CommandLine(
+        prog="tandem",
+        description="Serves language models with prefill and decode in separate workers.",
+        epilog="Every option of a command also reads TANDEM_<OPTION> from the environment where its help says so.",
+    )
+    parser.add_argument("--version", action="version", version=f"tandem {tandem.__version__}")
+    subparsers = parser.add_subparsers(title="commands", metavar="COMMAND")
+    if not argv or argv[0] not in COMMANDS:
+        _end_without_command(parser, subparsers, argv)
+    importlib.import_module(COMMANDS[argv[0]].module).add_parser(subparsers)
+    return parser.parse_args(argv)
 
 
-def _add_processes(subparsers: Subparsers) -> None:
-    """Declares `tandem router`, `prefill`, `decode` and `worker`: `python -m router` and its like."""
-    for name, config, package, what, details in (
-        (
-            *("router", RouterConfig, "router", "router"),
-            "Accepts requests, places them on the workers that register with it, streams their tokens.",
-        ),
-        (
-            *("prefill", PrefillConfig, "prefill_worker", "prefill worker"),
-            "Computes prompts and pushes their KV blocks to decode workers. Registers with every --router.",
-        ),
-        (
-            *("decode", DecodeConfig, "decode_worker", "decode worker"),
-            "Owns a paged KV pool and decodes in it by continuous batching. Registers with every --router.",
-        ),
-        (
-            *("worker", ElasticConfig, "decode_worker", "elastic worker"),
-            "A decode worker that also computes prompts, for itself and for others, in chunks beside its decodes. "
-            "Registers with every --router.",
-        ),
-    ):
-        run = partial(_run_process, package, config)
-        description = f"{details} Prints `ready HOST:PORT` on stdout once it listens."
-        add_arguments(add_command(subparsers, name, run, f"one {what} process", description), config)
-
-
-def _run_process(
-    package: str, config: type[RouterConfig | PrefillConfig | DecodeConfig], namespace: argparse.Namespace
-) -> int:
-    """Runs until SIGTERM; returns the exit code. Raises ConfigError."""
-    options = load(config, namespace)
-    try:
-        app = importlib.import_module(f"{package}.app")  # here: a router's machine has no torch, and needs none
-    except ModuleNotFoundError as error:
-        raise ConfigError("a worker", f"needs {error.name}; install the extra `worker`") from error
-    return int(app.run(options))
+def _end_without_command(parser: CommandLine, subparsers: Subparsers, argv: Sequence[str]) -> NoReturn:
+    """Ends the process: shows help or version, or refuses what is no command."""
+    for name, command in COMMANDS.items():
+        subparsers.add_parser(name, help=command.summary)
+    hint = "`tandem --help` lists what there is"
+    if argv and not argv[0].startswith("-"):
+        parser.error(f"{argv[0]}: no such command; {meant(argv[0], COMMANDS, hint)}")
+    parser.parse_args(argv[:1])
+    parser.error(f"a command is missing; {hint}")
 
 
 if __name__ == "__main__":

@@ -19,7 +19,6 @@ def add_parser(subparsers: Subparsers) -> None:
         subparsers,
         "plan",
         run,
-        "how many workers of each role a load needs",
         "Replays a trace on a simulated clock through Tandem's own placement and schedulers, with step times from a "
         "cost model, and looks for the least workers with which 90 % of the requests meet both objectives: of static "
         "roles and of elastic workers. Needs the worker extra, no model and no GPU.",

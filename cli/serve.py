@@ -63,7 +63,6 @@ def add_parser(subparsers: Subparsers) -> None:
         subparsers,
         "serve",
         run,
-        "router and workers as supervised child processes on this machine",
         "Prints `ready HOST:PORT` on stdout once it can serve; everything else goes to stderr. A process that ends or "
         "stands still is replaced. Ctrl-C or SIGTERM finishes running requests, a second one ends at once. The cores "
         "that this process may use are divided among the workers (--threads N gives each N threads instead).",

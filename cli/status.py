@@ -33,7 +33,6 @@ def add_parser(subparsers: Subparsers) -> None:
         subparsers,
         "status",
         run,
-        "workers, roles, pools, queues and transfers of a cluster",
         "As the asked router knows them from heartbeats.",
     )
     shape = parser.add_mutually_exclusive_group()

@@ -21,7 +21,8 @@ from typing import IO, Protocol, TypeAlias
 
 from cli.liveness import CHECK_S, FROZEN_GRACE_S, HealthClient, Sign, sign_of_life, until_frozen
 from shell.clock import Clock
-from shell.rpc.process import EXIT_BAD_CONFIG, REPORT
+from shell.command_line import EXIT_BAD_CONFIG
+from shell.rpc.process import REPORT
 from shell.telemetry.logging import get_logger
 from tandem.errors import ConfigError, Unavailable
 

@@ -1,7 +1,8 @@
 """The config tree of each process, frozen; the sole reader of the environment.
 
-Every option is one field here (or in `limits`). `load` takes it from argv, then from
-`TANDEM_<OPTION>`, then its default; a bad value or an unknown `TANDEM_` key raises ConfigError.
+Every option is one field here (or in `limits`). `load` takes it from argv, then from `TANDEM_<OPTION>`, then from the
+file of `--config`, then its default; a bad value, an unknown `TANDEM_` key or an unknown key of the file raises
+ConfigError.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
 
+from shell.config_file import OPTION, read_config_file
 from shell.removed_options import REMOVED
 from shell.worker_config import (
     DecodeConfig,
@@ -21,13 +23,14 @@ from shell.worker_config import (
     PrefillConfig,
     ProcessConfig,
     WorkerConfig,
+    config_option,
     drain_grace_option,
 )
 from tandem import options
 from tandem.client_config import DEFAULT_ADDRESS, ClientConfig
 from tandem.limits import Limits
 from tandem.option_values import OneOf, host_port, integer, seconds, size_bytes, text
-from tandem.options import Section, argv_of, check_known, grouped, load_options, option
+from tandem.options import Given, Section, argv_of, check_known, grouped, load_options, option, options_of
 from tandem.security.options import ClientSecurityConfig, SecurityConfig
 
 __all__ = [
@@ -145,7 +148,7 @@ class RouterConfig(ProcessConfig):
 
 _SET_BY_SERVE = (
     *("listen", "router", "advertise", "worker_id", "device", "admin_listen", "kv_port", "device_workers"),
-    *("host_workers", "kv_events", "kv_events_topic", "elastic"),
+    *("host_workers", "kv_events", "kv_events_topic", "elastic", "config_file"),
 )
 _GATEWAY = (
     *("parser", "tool-call-parser", "reasoning-parser", "chat-template", "log-json"),
@@ -172,6 +175,7 @@ class ServeConfig:
     default. `argv_of(replace(config.decode_worker, router=..., worker_id=...))` is a child's argv.
     """
 
+    config_file: str | None = config_option()
     num_workers: int | None = _fleet(
         "workers",
         None,
@@ -213,7 +217,7 @@ class ServeConfig:
     router_processes: int = _fleet(
         "router-processes", 1, "routers, each a process, which share the port of --listen", integer(1, 64)
     )
-    router: RouterConfig = grouped(RouterConfig, own=("shared_listen",))
+    router: RouterConfig = grouped(RouterConfig, own=("shared_listen", "config_file"))
     prefill_worker: PrefillConfig = grouped(PrefillConfig, own=_SET_BY_SERVE)
     decode_worker: DecodeConfig = grouped(DecodeConfig, own=_SET_BY_SERVE)
 
@@ -248,11 +252,15 @@ def add_arguments(parser: argparse.ArgumentParser, cls: type[Any]) -> None:
 def load(cls: type[T], namespace: argparse.Namespace, environ: Mapping[str, str] | None = None) -> T:
     """Reads one process's config. `environ` None = this process's own.
 
-    Raises ConfigError that names the flag or the variable: bad value, unknown `TANDEM_` key.
+    Raises ConfigError that names the flag, the variable or the file's key: bad value, unknown key.
     """
     variables = os.environ if environ is None else environ
     check_known({name: value for name, value in variables.items() if name != _CORE_LOAN}, _ALL, REMOVED)
-    return load_options(cls, namespace, variables)
+    given = Given(namespace, variables)
+    known = {each.name: each for each in options_of(cls)}
+    if OPTION in known and (path := given.value_of(known[OPTION])) is not None:
+        given = Given(namespace, variables, read_config_file(path, known))
+    return load_options(cls, given)
 
 
 def environment() -> Mapping[str, str]:

@@ -41,11 +41,22 @@ drain_grace_option = partial(
     seconds(0, 3600),
 )
 
+config_option = partial(
+    option,
+    Section.FILE,
+    "config",
+    None,
+    "YAML file of options by name, such as `kv-memory: 2GiB`; command line and environment come before it",
+    text(r".+", "a path"),
+    none_word="none",
+)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProcessConfig:
     """Options that router and workers have alike."""
 
+    config_file: str | None = config_option()
     model: str = _model(
         "model", "demo", "checkpoint folder in Hugging Face layout, GGUF file, or 'demo'", text(r".+", "a path")
     )

@@ -9,6 +9,7 @@ name; callers pass the removed ones, each with what to do instead, and both comm
 from __future__ import annotations
 
 import argparse
+import difflib
 import enum
 import re
 from collections.abc import Iterable, Iterator, Mapping
@@ -31,6 +32,7 @@ Names: TypeAlias = frozenset[str]
 class Section(enum.Enum):
     """Headings of `--help` and of the options page, in their order."""
 
+    FILE = "Configuration file"
     FLEET = "Workers of this server"
     MODEL = "Model"
     ADDRESSES = "Addresses"
@@ -181,10 +183,33 @@ class _Refusal(argparse.Action):
         parser.exit(2, f"{parser.prog}: error: {given[2]}: removed: {self.const}\n")
 
 
-def load_options(
-    cls: type[T], namespace: argparse.Namespace, environ: Mapping[str, str], hidden: Names = frozenset()
-) -> T:
-    """Builds `cls`: argv before environment before default, which `hidden` options keep.
+@dataclass(frozen=True, slots=True)
+class Given:
+    """What a process was given, the first before the next: command line, environment, configuration file."""
+
+    namespace: argparse.Namespace
+    environ: Mapping[str, str]
+    file: Mapping[str, str] = field(default_factory=dict)
+    """Texts by option."""
+
+    def value_of(self, each: Option) -> Any:
+        """Returns the option's value, else its default. Raises ConfigError that names where a bad value stands."""
+        given = getattr(self.namespace, each.name.replace("-", "_"), None)
+        if isinstance(given, bool):
+            return given
+        if isinstance(given, list):
+            return each.value_of(each.flag, ",".join(given))
+        if given is not None:
+            return each.value_of(each.flag, given)
+        if each.variable in self.environ:
+            return each.value_of(each.variable, self.environ[each.variable])
+        if each.name in self.file:
+            return each.value_of(f"--config: {each.name}", self.file[each.name])
+        return each.default
+
+
+def load_options(cls: type[T], given: Given, hidden: Names = frozenset()) -> T:
+    """Builds `cls`; `hidden` options keep their defaults.
 
     Raises ConfigError that names the option.
     """
@@ -192,9 +217,9 @@ def load_options(
     for item in fields(cls):  # type: ignore[arg-type]  # config classes are dataclasses
         if "group" in item.metadata:
             group_hidden = hidden | item.metadata["hidden"]
-            values[item.name] = load_options(item.metadata["group"], namespace, environ, group_hidden)
+            values[item.name] = load_options(item.metadata["group"], given, group_hidden)
         elif (declared := _declared(item)) and declared.name not in hidden:
-            values[item.name] = _value(declared, namespace, environ)
+            values[item.name] = given.value_of(declared)
     return cls(**values)
 
 
@@ -215,17 +240,13 @@ def _declared(item: Field[Any]) -> Option | None:
     return item.metadata.get("option")
 
 
-def _value(each: Option, namespace: argparse.Namespace, environ: Mapping[str, str]) -> Any:
-    given = getattr(namespace, each.name.replace("-", "_"), None)
-    if isinstance(given, bool):
-        return given
-    if isinstance(given, list):
-        return each.value_of(each.flag, ",".join(given))
-    if given is not None:
-        return each.value_of(each.flag, given)
-    if each.variable in environ:
-        return each.value_of(each.variable, environ[each.variable])
-    return each.default
+def meant(name: str, known: Iterable[str], otherwise: str, prefix: str = "") -> str:
+    """Returns which of the `known` names a misspelt one may stand for; `otherwise` if none is near.
+
+    All begin with `prefix`, which makes none of them near.
+    """
+    close = difflib.get_close_matches(name.removeprefix(prefix), [each.removeprefix(prefix) for each in known], n=1)
+    return f"did you mean {prefix}{close[0]}?" if close else otherwise
 
 
 def check_known(environ: Mapping[str, str], known: Iterable[type[Any]], removed: Mapping[str, str]) -> None:
@@ -239,4 +260,5 @@ def check_known(environ: Mapping[str, str], known: Iterable[type[Any]], removed:
             option_name = name.removeprefix(ENV_PREFIX).replace("_", "-").lower()
             if option_name in removed:
                 raise ConfigError(name, f"removed: {removed[option_name]}")
-            raise ConfigError(name, "no option of this name; `tandem COMMAND --help` lists them, unset it")
+            what_to_do = meant(name, names, "`tandem COMMAND --help` lists them, unset it", ENV_PREFIX)
+            raise ConfigError(name, f"no option of this name; {what_to_do}")

@@ -93,8 +93,12 @@ class Validator:
         self._in_vocabulary("sampling.stop_token_ids", text.stop_token_ids)
 
     def validate_sampling(self, sampling: SamplingParams) -> None:
-        """Each value alone, and min_tokens against max_tokens. Raises InvalidRequest."""
-        _within("sampling.max_tokens", sampling.max_tokens, 1, self.context_tokens)
+        """Each value alone, and min_tokens against max_tokens. Raises InvalidRequest.
+
+        `validate_length` bounds max_tokens from above: a refusal then names the prompt's length.
+        """
+        if sampling.max_tokens < 1:
+            raise InvalidRequest("sampling.max_tokens", f"must be at least 1 (got {sampling.max_tokens})")
         _within("sampling.min_tokens", sampling.min_tokens, 0, sampling.max_tokens)
         for name, (low, high) in _BOUNDS.items():
             _within(f"sampling.{name}", getattr(sampling, name), low, high)
@@ -125,7 +129,8 @@ class Validator:
             if num_prompt_tokens + max_tokens > bound:
                 raise InvalidRequest(
                     "sampling.max_tokens",
-                    f"{num_prompt_tokens} + {max_tokens} tokens exceed {name} of {bound}: {remedy}",
+                    f"{max_tokens} tokens after a prompt of {num_prompt_tokens} exceed {name} of {bound}, which "
+                    f"leaves {bound - num_prompt_tokens}: {remedy}",
                 )
 
     def validate_group(self, spec: GroupSpec, max_sequence_tokens: int | None = None) -> None:

@@ -39,7 +39,11 @@ from setproctitle import setproctitle
 import cli.main
 import cli.serve
 from cli import launch
+from cli.command import COMMANDS
 from cli.supervisor import Process
+
+for _command in COMMANDS.values():  # `main` would import the module of its command in each fork
+    importlib.import_module(_command.module)
 
 ROOT = Path(__file__).parents[1]
 WORKERS = ("prefill_worker", "decode_worker")

@@ -7,7 +7,7 @@ docs/troubleshooting.md from them.
 from __future__ import annotations
 
 import socket
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import groupby
 from pathlib import Path
@@ -22,13 +22,38 @@ ANY = "…"
 START, CALL = "A process does not start", "A request fails"
 
 
+def config_file(text: str) -> Callable[[Path], Path]:
+    """Makes a file for `--config` beside the model."""
+
+    def write(folder: Path) -> Path:
+        file = folder.with_suffix(".yaml")
+        file.write_text(text)
+        return file
+
+    return write
+
+
 _STARTS = (
+    Mistake(
+        START,
+        "A command is misspelt.",
+        "error: sreve: no such command; did you mean serve?",
+        "`tandem --help` lists all commands.",
+        ("sreve",),
+    ),
     Mistake(
         START,
         "An option is misspelt.",
         "tandem serve: error: --kv-memry: no such option; did you mean --kv-memory?",
         "`tandem COMMAND --help` lists all options.",
         ("serve", "--kv-memry", "7"),
+    ),
+    Mistake(
+        START,
+        "An option has no value.",
+        "tandem serve: error: --model: expected one argument",
+        "Write the value behind it.",
+        ("serve", "--model"),
     ),
     Mistake(
         START,
@@ -43,6 +68,22 @@ _STARTS = (
         "--kv-memory: must be a size such as 4096, 512MiB or 2GiB (got 'lots')",
         "Write a number and a unit.",
         ("serve", "--kv-memory", "lots"),
+    ),
+    Mistake(
+        START,
+        "A name in the file of `--config` is misspelt.",
+        "--config: kv-memry: this command has no such option; did you mean kv-memory?",
+        "The file has the names of the command's options, without dashes ([options.md](options.md)).",
+        ("serve", "--config", "{model}"),
+        config_file("kv-memry: 7GiB"),
+    ),
+    Mistake(
+        START,
+        "A value in the file of `--config` is not one of the choices.",
+        "--config: dtype: must be one of auto, float32, bfloat16, float16 (got 'int3')",
+        "`tandem COMMAND --help` lists the choices.",
+        ("serve", "--config", "{model}"),
+        config_file("dtype: int3"),
     ),
     Mistake(
         START,
@@ -160,10 +201,25 @@ _CALLS = (
     ),
     Mistake(
         CALL,
+        "More tokens are asked for than the context leaves after the prompt.",
+        "sampling.max_tokens: 5000 tokens after a prompt of 3 exceed the model's context of 1024, which leaves 1021: "
+        "shorten the prompt or lower max_tokens",
+        "Ask for as many as it leaves, or leave `max_tokens` out.",
+        ("generate", "--token-ids", "5,6,7", "--max-tokens", "5000", "--target", "{router}"),
+    ),
+    Mistake(
+        CALL,
         "A value is out of bounds.",
         "sampling.temperature: -1 is not in [0, 100]",
         "[protocol.md](protocol.md#sampling-parameters) lists the bounds.",
         ("generate", "hello", "--temperature", "-1", "--target", "{router}"),
+    ),
+    Mistake(
+        CALL,
+        "A value is not a number.",
+        "tandem generate: error: --temperature: invalid float value: 'hot'",
+        "`tandem COMMAND --help` says what kind of value an option takes.",
+        ("generate", "hello", "--temperature", "hot"),
     ),
     Mistake(
         CALL,

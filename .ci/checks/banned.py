@@ -34,7 +34,7 @@ BANNED_NAMES = frozenset(
 OBJECT_COLLECTIVES = ("_object", "_object_list")
 """Ends of names in torch.distributed: all_gather_object, broadcast_object_list, …"""
 YAML_LOADS = frozenset({"yaml.load", "yaml.load_all"})
-SAFE_LOADERS = frozenset({"yaml.SafeLoader", "yaml.CSafeLoader"})
+SAFE_LOADERS = frozenset({"yaml.SafeLoader", "yaml.CSafeLoader", "yaml.BaseLoader"})
 IMPORTERS = frozenset({"importlib.import_module", "importlib.__import__", "builtins.__import__", "__import__"})
 ALLOW_PICKLE_AT = 2
 """Place of numpy.load's `allow_pickle`."""

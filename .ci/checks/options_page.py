@@ -22,8 +22,8 @@ COMMANDS: dict[str, type[Any]] = {
 }
 """Commands, and what they read; `calls` are all that call a server."""
 PROCESSES = frozenset(COMMANDS) - {"calls"}
-MOST_OPTIONS = 60
-"""Of processes that serve: somebody must read them all to find the one to turn."""
+MOST_OPTIONS = 61
+"""Of processes that serve: somebody must read them all to find the one to turn. 60, and --config, which holds them."""
 HEAD = """# Options
 
 <!-- made by .ci/checks/options_page.py -->
@@ -34,6 +34,19 @@ command line comes first. A switch is `--name` or `--no-name`, and `true` or `fa
 (`512MiB`, `24GiB`). A `TANDEM_` variable that no option has is refused, so that a misspelt one is noticed. What options
 mean together: [operations.md](operations.md), [models.md](models.md), [kv_transfer.md](kv_transfer.md),
 [security.md](security.md).
+
+`tandem serve`, `router`, `prefill`, `decode` and `worker` also read a file, `tandem serve --config tandem.yaml`, after
+command line and environment. It has the same names, and values as on the command line; a switch is `true` or `false`:
+
+```yaml
+model: /models/llama
+kv-memory: 24GiB
+prefix-cache: false
+device: [cuda:0, cuda:1]
+```
+
+A name that the command does not have is refused, with the nearest one. `tandem doctor --config FILE` checks the model
+and the options of a worker's file.
 """
 TABLE = "| option | default | of | |\n| --- | --- | --- | --- |\n"
 

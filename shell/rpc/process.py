@@ -5,18 +5,18 @@ The first SIGTERM or SIGINT asks to stop, the second ends the process at once.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import os
 import signal
-import sys
 from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
 import uvloop
 
+from shell.command_line import EXIT_BAD_CONFIG, EXIT_FAILED, EXIT_OK, CommandLine
 from shell.config import add_arguments, load
 from shell.rpc.open_files import check_open_files
+from shell.standard_streams import hold_standard_streams
 from shell.telemetry.logging import get_logger
 from shell.telemetry.stderr_lines import flush_lines, write_line
 from tandem.errors import CheckpointError, ConfigError, TandemError
@@ -27,10 +27,6 @@ T = TypeVar("T")
 
 REPORT = "tandem: "
 """Begins the line that says why a process ends."""
-EXIT_OK = 0
-EXIT_FAILED = 1
-EXIT_BAD_CONFIG = 2
-"""A bad option, environment variable, model folder or limit of the operating system."""
 
 
 class StopSignal:
@@ -77,22 +73,10 @@ class StopSignal:
         os._exit(128 + signum)
 
 
-def hold_standard_streams() -> None:
-    """Puts the null device where standard input, output or error was closed when the process was started.
-
-    Otherwise the first files that are opened get these numbers, and libuv aborts when it is to close one of them.
-    """
-    while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:  # the lowest that is free
-        pass
-    os.close(descriptor)
-    sys.stdout = sys.stdout or open(1, "w", closefd=False)  # noqa: SIM115
-    sys.stderr = sys.stderr or open(2, "w", closefd=False)  # noqa: SIM115
-
-
 def run_module(prog: str, description: str, config_class: type[T], run: Callable[[T], int]) -> int:
     """`python -m router` and its like: reads argv and environment into `config_class`, then runs."""
     hold_standard_streams()
-    parser = argparse.ArgumentParser(prog=prog, description=description)
+    parser = CommandLine(prog=prog, description=description)
     add_arguments(parser, config_class)
     try:
         config = load(config_class, parser.parse_args())

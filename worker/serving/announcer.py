@@ -109,6 +109,7 @@ class Announcer:
         """
         called = router.rpartition(":")[0].strip("[]")
         backoff_s = _FIRST_BACKOFF_S
+        was_there = False
         while address in self._listed[router]:
             registered = asyncio.Event()
             try:
@@ -117,7 +118,10 @@ class Announcer:
             except grpc.aio.AioRpcError as error:
                 failure = error_from_rpc(error)
                 log = _log.warning if needs_mending(failure) else _log.info
-                log("registration ended", router=address, error=failure.message)
+                was_there = was_there or registered.is_set()
+                advised = needs_mending(failure) or not was_there  # a router that was there has stopped, or will return
+                told = failure.message if advised else f"{error.code().name}: {error.details()}"
+                log("registration ended", router=address, error=told)
             except (TimeoutError, asyncio.InvalidStateError) as error:  # the latter: written to an ended call
                 _log.info("registration interrupted", router=address, kind=type(error).__name__)
             except asyncio.CancelledError:

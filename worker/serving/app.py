@@ -28,6 +28,7 @@ from models.files.checkpoint import CheckpointInfo
 from models.preflight import read_servable
 from shell.clock import MonotonicClock
 from shell.config import WorkerConfig
+from shell.progress import show_in_log
 from shell.rpc.process import StopSignal, run_process
 from shell.telemetry.events import ProcessEvents, WorkerEvents
 from shell.telemetry.logging import configure_logging
@@ -57,6 +58,7 @@ def run_worker(role: Role, config: C, serve: Callable[[C, Tracer | None, StopSig
     """Runs a worker's process until a stop is asked for; returns its exit code."""
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     configure_logging(role.value, config.log_format, config.log_level)
+    show_in_log()
     with tracing(f"tandem-{role.value}", config.worker_id) as tracer:
         return run_process(partial(serve, config, tracer))
 

@@ -105,6 +105,7 @@ def test_it_is_found(complain: Complain, code: str) -> None:
         "import yaml\nyaml.safe_load(text)",
         "import yaml\nyaml.load(text, Loader=yaml.SafeLoader)",
         "import yaml\nyaml.load(text, yaml.CSafeLoader)",
+        "import yaml\nyaml.load(text, yaml.BaseLoader)",
         "import subprocess\nsubprocess.run(['ls'], check=True)",
         "import subprocess\nsubprocess.run(['ls'], shell=False)",
         "import ssl\ncontext.verify_mode = ssl.CERT_REQUIRED",

@@ -1,6 +1,7 @@
 """Each command's own part: the command line, what it prints, its exit code."""
 
 import argparse
+import importlib
 import io
 import json
 import os
@@ -13,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from cli.command import COMMANDS
 from cli.main import main
 from cli.sampling import add_sampling_arguments, generate_options
 from cli.status_view import view
@@ -21,8 +23,6 @@ from models.files.checkpoint import DEMO, resolve_model
 from tandem.client import ClusterStatus, SamplingOptions, WorkerStatus
 from tandem.types import PoolCounts, Role, WorkerId, WorkerLoad
 from tests.registering import INFO
-
-COMMANDS = ("serve", "router", "prefill", "decode", "generate", "chat", "status", "health", "bench", "plan", "doctor")
 
 
 def flags(*argv: str) -> Any:
@@ -59,6 +59,22 @@ def test_version_is_told(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out.startswith("tandem ")
 
 
+@pytest.mark.parametrize("argv", ["--version", "--help", "sreve"])
+def test_what_runs_no_command_imports_none_of_what_they_need(argv: str) -> None:
+    heavy = ("asyncio", "grpc", "google.protobuf", "rich", "torch", "jinja2", "shell.config")
+    code = f"import atexit, sys; atexit.register(lambda: print([m for m in {heavy} if m in sys.modules]))\n"
+    code += "from cli.main import main; main()"
+    ended = subprocess.run([sys.executable, "-c", code, argv], capture_output=True, text=True, timeout=60, check=False)
+    assert ended.stdout.splitlines()[-1] == "[]"
+
+
+def test_the_commands_of_the_help_are_those_that_are_declared() -> None:
+    for name, command in COMMANDS.items():
+        subparsers = argparse.ArgumentParser().add_subparsers()
+        importlib.import_module(command.module).add_parser(subparsers)
+        assert name in subparsers.choices
+
+
 @pytest.mark.parametrize(
     ("argv", "named"),
     [
@@ -90,19 +106,25 @@ def test_a_bad_option_is_exit_code_two_and_named(
         ["serve", "--kv-memry", "7"],
     ],
 )
-def test_what_argparse_refuses_is_exit_code_two(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_argparse_refuses_is_one_line_and_exit_code_two(
+    argv: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(SystemExit) as ended:
         main(argv)
     assert ended.value.code == 2
-    assert "error:" in capsys.readouterr().err
+    told = capsys.readouterr()
+    assert told.err.startswith("tandem: error: " if len(argv) < 2 else f"tandem {argv[0]}: error: ")
+    assert (told.err.count("\n"), told.out) == (1, "")
 
 
 def test_a_bad_environment_variable_is_named(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setenv("TANDEM_PAGE_SIZE", "16")
-    assert main(["status"]) == 2
-    assert "TANDEM_PAGE_SIZE" in capsys.readouterr().err
+    for name, told in (("BLOCKSIZE", "did you mean TANDEM_BLOCK_SIZE?"), ("XYZ", "`tandem COMMAND --help` lists")):
+        with monkeypatch.context() as patch:
+            patch.setenv(f"TANDEM_{name}", "16")
+            assert main(["status"]) == 2
+        assert f"TANDEM_{name}: no option of this name; {told}" in capsys.readouterr().err
 
 
 def test_every_sampling_option_has_a_flag() -> None:

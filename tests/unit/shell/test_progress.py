@@ -56,3 +56,18 @@ def test_a_terminal_shows_bars_between_whole_log_lines_and_stdout_stays_as_it_is
     assert "requests" in seen
     assert "event item=a" in seen.replace("\r\n", "\n")
     assert "\x1b[?25l" not in seen  # the cursor stays, for a process that is ended at once
+
+
+@pytest.mark.parametrize(("every_s", "told"), [(0, ["1 of=2", "2 of=2"]), (60, [])])
+def test_work_that_takes_longer_is_told_in_the_log_from_time_to_time(every_s: int, told: list[str]) -> None:
+    program = f"""
+import shell.progress
+from shell.telemetry.logging import configure_logging
+configure_logging("test")
+shell.progress.LOG_EVERY_S = {every_s}
+shell.progress.show_in_log()
+list(shell.progress.track("ab", "loading weights"))
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
+    lines = [line.split(maxsplit=1)[1] for line in done.stderr.splitlines()]
+    assert lines == [f"info test loading weights done={each}" for each in told]

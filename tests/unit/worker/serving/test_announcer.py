@@ -159,6 +159,25 @@ async def test_it_waits_for_a_router_that_is_not_there_yet() -> None:
     await server.drain(0)
 
 
+async def test_a_router_that_stops_is_no_matter_for_advice(caplog: pytest.LogCaptureFixture) -> None:
+    def ended() -> list[str]:
+        return [str(vars(each)) for each in caplog.records if each.getMessage() == "registration ended"]
+
+    caplog.set_level("INFO")
+    (nobody,) = free_ports(1)
+    registry = Registry()
+    server, port = await listen(registry)
+    stopped, absent = f"127.0.0.1:{port}", f"127.0.0.1:{nobody}"
+    async with announcing(Worker(), stopped, absent), asyncio.timeout(TIMEOUT_S):
+        assert (await registry.hear()).HasField("info")
+        assert (await registry.hear()).HasField("load")
+        await server.drain(0)
+        while sum(stopped in each for each in ended()) < 3:  # noqa: ASYNC110 - the stream, then calls that nobody takes
+            await asyncio.sleep(0.001)
+    assert [each for each in ended() if stopped in each and "`tandem serve`" in each] == []
+    assert [each for each in ended() if absent in each and "`tandem serve`" in each] != []
+
+
 async def test_every_router_is_told() -> None:
     registries = [Registry(), Registry()]
     listening = [await listen(registry) for registry in registries]
