@@ -122,14 +122,16 @@ class Changes:
 
     async def _see_off(self, name: str, process: subprocess.Popen[bytes], log: Path, *, is_ready: bool) -> None:
         process.send_signal(signal.SIGTERM)
+        assert process.stdout is not None
         try:
             code = await asyncio.to_thread(process.wait, _LEAVE_WITHIN_S)
         except subprocess.TimeoutExpired:
             self.violations.append(f"hang: {name} has not ended {_LEAVE_WITHIN_S:g} s after SIGTERM")
             process.kill()
             code = await asyncio.to_thread(process.wait)
-        assert process.stdout is not None
-        process.stdout.close()
+        finally:  # cancelled once more, too
+            process.kill()
+            process.stdout.close()
         self._say(f"{name} left with code {code}")
         if code not in (0, -signal.SIGKILL) and is_ready:
             self.violations.append(f"error: {name} left with code {code}: {_last_words(log)}")
