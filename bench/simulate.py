@@ -144,7 +144,7 @@ async def measure_sharing(client: StreamClient, vocab_size: int) -> Sharing:
     rng = random.Random(0)
 
     async def prompts() -> list[Stream]:
-        """One after the other; their second tokens are no matter."""
+        """Sends the prompts one after the other; second tokens are not used."""
         texts = fresh_prompts(rng, _SHARED_PROMPTS, _SHARED_PROMPT_TOKENS, vocab_size)
         return [await client.generate(text, 1) for text in texts]
 

@@ -335,7 +335,7 @@ class PromptLogprobs:
         self._num_known += len(new)
 
     def read(self, max_weight: int | None = None) -> tuple[TokenLogprobs, ...]:
-        """All that is not read, or as much as weighs so much."""
+        """Returns the next unread log-probabilities: all, or as many as `max_weight` allows, one at least."""
         count = len(self._unread) if max_weight is None else max(1, max_weight // (1 + self._num_top))
         read, self._unread = self._unread[:count], self._unread[count:]
         return tuple(read)

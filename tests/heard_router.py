@@ -39,7 +39,7 @@ class HeardRouter(RouterPort):
     """Bytes and seconds."""
     leaving_handles: set[Handle] = field(default_factory=set)
     waits: dict[WaitReason, list[Handle]] = field(default_factory=dict)
-    """The newest word of each reason."""
+    """The handles of the newest message, by reason."""
     errors: dict[Handle, TandemError] = field(default_factory=dict)
     _news: asyncio.Event = field(default_factory=asyncio.Event)
 
@@ -49,12 +49,12 @@ class HeardRouter(RouterPort):
 
     @property
     def tokens(self) -> dict[Handle, list[TokenId]]:
-        """Of each handle's first choice."""
+        """The tokens of each handle's first choice."""
         return {handle: tokens for (handle, index), tokens in self.choices.items() if index == 0}
 
     @property
     def firsts(self) -> dict[Handle, dict[int, TokenDelta]]:
-        """What a prefill worker has sent, by choice; an entry from `prefill_done` on."""
+        """Tokens from prefill workers, by handle and choice; a handle has an entry from `prefill_done` on."""
         firsts: dict[Handle, dict[int, TokenDelta]] = {handle: {} for handle in self.cached_tokens}
         for (handle, index), tokens in self.choices.items():
             offset, reason = self.first_offsets[handle, index], self.finished.get((handle, index))
@@ -63,7 +63,7 @@ class HeardRouter(RouterPort):
 
     @property
     def first_tokens(self) -> dict[Handle, TokenDelta]:
-        """Of requests whose only choice is number 0."""
+        """The first tokens of each request's choice 0."""
         return {handle: choices[0] for handle, choices in self.firsts.items() if 0 in choices}
 
     @property
@@ -72,7 +72,7 @@ class HeardRouter(RouterPort):
         return {h for h, n in self.num_choices.items() if sum(handle == h for handle, _ in self.finished) == n}
 
     def completions(self, handle: Handle) -> list[list[TokenId]]:
-        """Of all choices, by index."""
+        """The tokens of all choices, by index."""
         return [tokens for (of, _), tokens in sorted(self.choices.items()) if of == handle]
 
     def reserved(self, handle: Handle, ticket: bytes = b"", kv_endpoint: bytes = b"", held_tokens: int = 0) -> None:

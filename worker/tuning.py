@@ -30,8 +30,8 @@ one. Set by `tests/unit/decode_worker/test_pool_policy.py`."""
 FIRST_GUESS_TOKENS = 256
 """The only length of a completion that is remembered before any has ended. No bench: it is soon forgotten."""
 PROMPT_STEPS = 64
-"""Steps in which running sequences grow while a prompt for another worker holds its blocks: about a second. Set by
-`bench.simulate` (elastic fleets)."""
+"""Steps in which running sequences grow while a prompt for another worker holds its blocks: about a second. No
+bench."""
 
 # --- prompts beside decodes: `worker.budget` ---
 
@@ -46,8 +46,8 @@ GRAINS = 128
 FIRST_GRAINS = 8
 """Multiples beside decodes, before anything is known of either. No bench: the first steps of a process."""
 FEWEST_SMALL = 8
-"""Mixed steps with few prompt tokens that tell a fixed cost: the first ones may compile kernels or stand still. Set by
-`tests/unit/worker/test_fixed_cost.py`, as are the weights."""
+"""Mixed steps with few prompt tokens that tell a fixed cost: the first ones may compile kernels or stand still. No
+bench, as for the weights: `tests/unit/worker/test_fixed_cost.py` holds what they must reach."""
 WEIGHT = 1 / 8
 """Weight of the newest step in an average."""
 WEIGHT_BELOW = 1 / 2

@@ -63,7 +63,7 @@ class Measurement:
         }
 
     def row(self, ceilings: Ceilings) -> str:
-        """One line of the table."""
+        """Returns the table's row of this measurement."""
         each = self.document(ceilings)
         figures = f"{each['time_us']:>11.1f}{each['gb_s']:>9.1f}{each['tflop_s']:>9.3f}{each['flops_per_byte']:>9.1f}"
         share = f"{each['share_of_ceiling']:>6.1%} of {each['bound']}"

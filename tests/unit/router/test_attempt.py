@@ -106,7 +106,7 @@ class Pair(UncountedLoad):
         self.clock = clock
         self.stages: list[RequestState] = []
         self.ends: list[str] = []
-        """What the attempt reported of the pair."""
+        """Outcomes of the pair, as the attempt reported them to `Workers`."""
         self.attempt = Attempt(
             assigned(placement),
             links,
