@@ -58,7 +58,7 @@ _MAX_BODY_BYTES_HELD = 512 * 1024 * 1024
 _STOP_S = 1.0
 _NO_ROUTE = "none"
 """Reported instead of a path without a route, which may be the caller's invention."""
-ANSWERED = "answered"
+ANSWERED = web.RequestKey("answered", int)
 """Key of a request: the status of an answer that has left whole."""
 _PREFLIGHT = {
     "Access-Control-Allow-Methods": "GET, POST",
