@@ -96,7 +96,7 @@ class RouterConfig(ProcessConfig):
     http: str | None = _address(
         "http",
         None,
-        "address at which OpenAI's and Anthropic's APIs are served over HTTP; --tls-cert and --token-file hold there too",
+        "address at which OpenAI's and Anthropic's APIs are served over HTTP; --tls-cert and --token-file hold there",
         host_port(port_zero=True),
         none_word="none",
     )
