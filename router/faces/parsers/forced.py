@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 from router.faces.parsers.grammar import NO_MARKS, GrammarParser, attempt
-from router.faces.parsers.json_calls import json_calls
-from router.faces.parsers.marks import Marks
+from router.faces.parsers.json_calls import ARRAY, json_calls
 from router.faces.parsers.parts import AnswerParser, CallArguments, CallBegan, Part, Text
 from router.faces.parsers.source import Source, Steps
-
-_ARRAY = Marks("[")
 
 
 class ForcedCalls(GrammarParser):
@@ -39,10 +36,6 @@ class ForcedCall(AnswerParser):
 
 
 def _forced_calls(source: Source) -> Steps[None]:
-    yield from attempt(source, _array(source))
+    if (yield from source.begins_with(ARRAY)):
+        yield from attempt(source, json_calls(source))
     yield from source.text_until(NO_MARKS, Text)
-
-
-def _array(source: Source) -> Steps[None]:
-    yield from source.expect(_ARRAY)
-    yield from json_calls(source)

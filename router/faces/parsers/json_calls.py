@@ -10,7 +10,8 @@ from router.faces.parsers.source import NotACall, Source, Steps
 _ARGUMENTS = ("arguments", "parameters")
 _OTHER_KEYS = ("id", "type")
 """Keys that models add, of strings that say nothing of the call."""
-_COLON, _NEXT_KEY, _NEXT_CALL, _ARRAY = Marks(":"), Marks(",", "}"), Marks(",", "]"), Marks("[")
+ARRAY = Marks("[")
+_COLON, _NEXT_KEY, _NEXT_CALL = Marks(":"), Marks(",", "}"), Marks(",", "]")
 
 HERMES = ("<tool_call>", "</tool_call>")
 _HERMES_END = Marks(HERMES[1])
@@ -42,7 +43,7 @@ def llama3_calls(source: Source, mark: str, _tools: Tools) -> Steps[None]:
 
 def mistral_calls(source: Source, _mark: str, _tools: Tools) -> Steps[None]:
     """`[TOOL_CALLS][{"name": …, "arguments": {…}}, …]`, or `[TOOL_CALLS]NAME[CALL_ID]ID[ARGS]{…}` of newer models."""
-    if (yield from source.begins_with(_ARRAY)):
+    if (yield from source.begins_with(ARRAY)):
         yield from json_calls(source)
         return
     name = yield from source.name()
@@ -54,7 +55,7 @@ def mistral_calls(source: Source, _mark: str, _tools: Tools) -> Steps[None]:
 
 
 def deepseek_calls(source: Source, mark: str, _tools: Tools) -> Steps[None]:
-    """`<｜tool▁call▁begin｜>function<｜tool▁sep｜>NAME` and a fenced object; since V3.1 NAME, separator, bare object."""
+    """`<｜tool▁call▁begin｜>function<｜tool▁sep｜>NAME` and a fenced object; since V3.1 NAME, separator, object."""
     if mark == DEEPSEEK[0]:
         mark = yield from source.expect(_CALL_BEGIN)
     while mark:
