@@ -53,7 +53,7 @@ class TaggedCalls:
             yield from _tag(source, self.value_begin)
             value = yield from source.until(Marks(self.value_end, spaced=False))
             value = value.removeprefix(self.newline).removesuffix(self.newline)
-            arguments.append(f"{json.dumps(key)}: {_as_json(value, _types(tools.get(name), key))}")
+            arguments.append(f"{_quoted(key)}: {_as_json(value, _types(tools.get(name), key))}")
         yield CallBegan(name)
         yield CallArguments("{" + ", ".join(arguments) + "}")
         source.said()
@@ -112,15 +112,19 @@ def _list(value: object) -> Sequence[Any]:
 def _as_json(value: str, types: frozenset[str]) -> str:
     """The JSON text of a value; a string, if its type is one or the value does not read as anything else."""
     if "string" in types and not (value == "null" and "null" in types):
-        return json.dumps(value, ensure_ascii=False)
+        return _quoted(value)
     lower = value.strip().lower()
     if "boolean" in types and lower in ("true", "false"):
         return lower
     try:
         json.loads(value, parse_constant=_refuse)
     except (ValueError, RecursionError):
-        return json.dumps(value, ensure_ascii=False)
+        return _quoted(value)
     return value.strip()
+
+
+def _quoted(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False)
 
 
 def _refuse(constant: str) -> NoReturn:
