@@ -147,9 +147,7 @@ TABLE = {
     "a negative max_tokens": completion(refused("max_tokens"), 400, max_tokens=-1),
     "max_tokens 0": completion(refused("max_tokens"), 400, max_tokens=0),
     "max_tokens beyond the context": completion(refused("max_tokens"), 400, max_tokens=100_000),
-    "a field with a typing error": completion(
-        lambda it: "did you mean temperature" in it["error"]["message"], 400, temprature=1
-    ),
+    "a field with a typing error": completion(lambda it: "did you mean top_p" in it["error"]["message"], 400, top_pp=1),
     "another model": completion(lambda it: it["error"]["type"] == "not_found_error", 404, model="gpt"),
     "no model means the served one": completion(lambda it: it["model"] == "demo", model=""),
     "user, metadata and their like": completion(user="u", metadata={"a": "b"}, service_tier="auto"),
