@@ -42,8 +42,8 @@ from shell.telemetry.logging import configure_logging
 from shell.telemetry.loop_lag import LoopLag
 from shell.telemetry.metric import Process
 from shell.telemetry.metrics import Metrics
+from shell.telemetry.otlp import exporting_metrics, tracing
 from shell.telemetry.recent_latencies import RecentLatencies
-from shell.telemetry.tracing import tracing
 from tandem.security.credentials import Outgoing, Security
 from tandem.types import new_incarnation
 from tandem.v1.cluster_pb2_grpc import add_ClusterServiceServicer_to_server
@@ -55,6 +55,7 @@ _STALL_S = 30.0
 prompt on a starved CPU may take several seconds)."""
 
 
+_SERVICE_NAME = "tandem-router"
 _GC_THRESHOLD = 50_000
 """New objects before the youngest are searched for cycles. A step brings thousands that no cycle holds: at Python's own
 threshold, 700, a sixth of the router's time went into looking through them."""
@@ -150,8 +151,13 @@ class Router:
         registry = RegistryServicer(self.workers, outgoing)
         cluster = ClusterServicer(status, registry)
         return (
-            Service(INFERENCE_SERVICE, partial(add_InferenceServiceServicer_to_server, inference), writers=WRITERS),
-            Service(CLUSTER_SERVICE, partial(add_ClusterServiceServicer_to_server, cluster)),
+            Service(
+                INFERENCE_SERVICE,
+                partial(add_InferenceServiceServicer_to_server, inference),
+                writers=WRITERS,
+                probes=("GetModel",),
+            ),
+            Service(CLUSTER_SERVICE, partial(add_ClusterServiceServicer_to_server, cluster), probes=("GetStatus",)),
             Service(REGISTRY_SERVICE, partial(add_RegistryServiceServicer_to_server, registry), long_lived=True),
             kserve_service(KserveServicer(checkpoint, entrance, status, self.clock, config.limits)),
             vllm_service(VllmServicer(checkpoint, config, entrance, status)),
@@ -186,7 +192,8 @@ def run(config: RouterConfig) -> int:
         gc.freeze()
         gc.set_threshold(_GC_THRESHOLD)
         host = config.listen.rpartition(":")[0]
-        await router.serve(stop.wait, lambda port: print(f"ready {host}:{port}", flush=True))
+        with exporting_metrics(router.metrics, _SERVICE_NAME):
+            await router.serve(stop.wait, lambda port: print(f"ready {host}:{port}", flush=True))
 
-    with tracing("tandem-router") as tracer:
+    with tracing(_SERVICE_NAME) as tracer:
         return run_process(partial(main, tracer))

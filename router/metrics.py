@@ -8,13 +8,14 @@ are those within a choice; the first one of a choice counts from the request's f
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 
 from shell.clock import Clock
-from shell.telemetry import events
+from shell.telemetry import events, gen_ai_names
 from shell.telemetry import metric_names as names
 from shell.telemetry.metrics import Metrics
 from shell.telemetry.recent_latencies import RecentLatencies
-from shell.telemetry.trace_context import sampled_trace_id_of
+from shell.telemetry.trace_context import CANCELLED, sampled_trace_id_of
 from tandem.types import FinishReason, PlacementReason
 
 
@@ -43,6 +44,14 @@ class RouterMetrics:
         self.prefill_s = metrics.histogram(names.PREFILL_SECONDS)
         self.transfer_s = metrics.histogram(names.REQUEST_TRANSFER_SECONDS)
         self.decode_s = metrics.histogram(names.DECODE_SECONDS)
+        self.token_s = metrics.histogram(names.REQUEST_TOKEN_SECONDS)
+        self.gen_ai_first_token_s, self.gen_ai_token_s = (
+            {each: metrics.histogram(metric, each) for each in gen_ai_names.OPERATIONS}
+            for metric in (gen_ai_names.TIME_TO_FIRST_TOKEN, gen_ai_names.TIME_PER_OUTPUT_TOKEN)
+        )
+        self.gen_ai_duration_s = partial(metrics.histogram, gen_ai_names.REQUEST_DURATION)
+        for each in gen_ai_names.OPERATIONS:
+            self.gen_ai_duration_s(each, "")
         self.prompt_sizes = metrics.histogram(names.REQUEST_PROMPT_TOKENS)
         self.completion_sizes = metrics.histogram(names.REQUEST_COMPLETION_TOKENS)
 
@@ -75,8 +84,8 @@ class Timeline:
     """
 
     __slots__ = (
-        *("_admitted", "_first_s", "_last_of", "_last_s", "_num_prompt_tokens", "_of", "_prefill_s", "_queue_s"),
-        *("_trace_id", "_transfer_bytes", "_transfer_s", "arrived_s", "cached_tokens"),
+        *("_admitted", "_first_s", "_last_of", "_last_s", "_num_prompt_tokens", "_of", "_operation"),
+        *("_prefill_s", "_queue_s", "_trace_id", "_transfer_bytes", "_transfer_s", "arrived_s", "cached_tokens"),
     )
 
     def __init__(self, of: RouterMetrics) -> None:
@@ -85,6 +94,7 @@ class Timeline:
         self._trace_id = ""
         """For exemplars, of what is counted once a request; empty unless the trace is recorded."""
         self._num_prompt_tokens = 0
+        self._operation = gen_ai_names.TEXT_COMPLETION
         self._admitted = False
         self._queue_s: float | None = None
         """None until the prompt is computed."""
@@ -109,6 +119,7 @@ class Timeline:
         """The request was read."""
         self._trace_id = sampled_trace_id_of(event.traceparent)
         self._num_prompt_tokens = event.num_prompt_tokens
+        self._operation = gen_ai_names.CHAT if event.is_chat else gen_ai_names.TEXT_COMPLETION
 
     def hear(self, event: events.RequestEvent) -> None:
         """A listener of the request. Tokens come most often."""
@@ -121,6 +132,7 @@ class Timeline:
         if self._first_s is None:
             self._first_s = now_s
             of.first_token_s.observe(now_s - self.arrived_s, trace_id=self._trace_id)
+            of.gen_ai_first_token_s[self._operation].observe(now_s - self.arrived_s)
             of.recent.first_token(now_s - self.arrived_s)
             num_tokens -= 1
         if num_tokens:
@@ -179,6 +191,8 @@ class Timeline:
 
     def _ended(self, event: events.RequestEnded) -> None:
         of, total_s, reasons = self._of, self.total_s, event.finish_reasons
+        error_type = CANCELLED if event.error is None else event.error.reason.value
+        of.gen_ai_duration_s(self._operation, "" if reasons else error_type).observe(total_s)
         if reasons:
             of.requests.add(1, FinishReason.LENGTH if FinishReason.LENGTH in reasons else reasons[0])
             of.request_s.observe(total_s, trace_id=self._trace_id)
@@ -186,6 +200,7 @@ class Timeline:
             of.completion_sizes.observe(event.num_completion_tokens)
             if self._first_s is not None:
                 of.decode_s.observe(self._last_s - self._first_s, trace_id=self._trace_id)
+                self._mean_gap(event.num_completion_tokens - 1, self._first_s)
             return
         of.recent.broken_off()
         if self._first_s is None:
@@ -197,3 +212,10 @@ class Timeline:
         else:
             of.requests.add(1, "failed")
             of.failures.add(1, event.error.reason)
+
+    def _mean_gap(self, num_gaps: int, first_s: float) -> None:
+        """Counts the mean of the gaps within choices, each of which begins with the request's first token."""
+        if num_gaps > 0:
+            mean_s = sum(last_s - first_s for last_s in self._last_of.values()) / num_gaps
+            self._of.token_s.observe(mean_s, trace_id=self._trace_id)
+            self._of.gen_ai_token_s[self._operation].observe(mean_s)

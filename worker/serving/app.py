@@ -35,7 +35,7 @@ from shell.telemetry.logging import configure_logging
 from shell.telemetry.loop_lag import LoopLag
 from shell.telemetry.metric import Process
 from shell.telemetry.metrics import Metrics
-from shell.telemetry.tracing import tracing
+from shell.telemetry.otlp import exporting_metrics, tracing
 from tandem.errors import ConfigError
 from tandem.security.credentials import Security
 from tandem.types import Incarnation, Role, WorkerId, WorkerInfo, new_incarnation
@@ -159,7 +159,8 @@ class Foundation:
         self.metrics.add_reader(lambda: load_readings(self.role, core.load()))
         self.metrics.add_reader(lambda: wait_readings(core.waits()))
         self.metrics.add_reader(lambda: cache_readings(cache.counters))
-        with LoopLag(self.metrics), self._telling_of(cache) as reports:
+        exporting = exporting_metrics(self.metrics, f"tandem-{self.role.value}", self.config.worker_id)
+        with LoopLag(self.metrics), exporting, self._telling_of(cache) as reports:
             process = WorkerProcess(self.config, core, self.incarnation, self.metrics, reports, security=self.security)
             await process.run(lambda address: replace(info, address=address), stop)
 

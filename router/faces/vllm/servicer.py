@@ -52,6 +52,7 @@ _PATTERNS = (
 )
 _EPOCH = (1980, 1, 1, 0, 0, 0)
 """The earliest time that a ZIP entry can have."""
+_PROBES = ("HealthCheck", "GetModelInfo", "GetServerInfo", "GetLoads")
 _REFUSED = {
     "Embed": "the model generates text and has no embeddings",
     "FlushCache": "workers drop cached prefixes when they need room; requests of a new cache salt find none",
@@ -256,5 +257,5 @@ def _chunks(data: bytes) -> Iterator[smg_common_pb2.GetTokenizerChunk]:
 def vllm_service(servicer: VllmServicer) -> Service:
     """With what of the protocol is refused by name."""
     return partial_service(
-        SERVICE_NAME, partial(vllm_engine_pb2_grpc.add_VllmEngineServicer_to_server, servicer), _REFUSED
+        SERVICE_NAME, partial(vllm_engine_pb2_grpc.add_VllmEngineServicer_to_server, servicer), _REFUSED, _PROBES
     )
