@@ -32,9 +32,10 @@ from router.tuning import FEWEST_ACTIVE
 from router.worker_link import WorkerLink
 from router.workers import Workers
 from shell.admin.content import AdminContent, RouterReport
+from shell.admin.history import History
 from shell.admin.port import admin_port
 from shell.clock import Clock, MonotonicClock
-from shell.config import RouterConfig
+from shell.config import DEFAULT_ADMIN_ADDRESS, RouterConfig
 from shell.rpc.process import StopSignal, run_process
 from shell.rpc.server import RpcServer, Service
 from shell.telemetry.events import ProcessEvents, RouterEvents, RouterListener
@@ -111,7 +112,7 @@ class Router:
             checkpoint, self.tokenization, config.limits, rooms, unread, config.max_priority, self.grammars
         )
         self.status = RouterStatus(
-            config, checkpoint.name, self.workers, admission, self.entrance, self.recent, self.clock
+            config, checkpoint.name, self.workers, admission, self.entrance, counting, self.clock
         )
         self.metrics.add_reader(self.status.readings)
         self._server = RpcServer(
@@ -126,9 +127,11 @@ class Router:
 
     async def serve(self, until: Callable[[], Awaitable[None]], on_listening: Callable[[int], None]) -> None:
         """Serves until `until` returns; then finishes what runs, within the drain's grace."""
+        history = History(self.status.history)
         content = AdminContent(
             health=self._server.health,
             report=lambda: RouterReport(cluster=self.status.cluster()),
+            history=history.report,
             metrics=self.metrics.exposition,
             targets=self.status.scrape_targets,
         )
@@ -137,7 +140,9 @@ class Router:
             stack.callback(self.grammars.close)
             stack.enter_context(LoopLag(self.metrics))
             await stack.enter_async_context(self.workers)
-            admin = admin_port(self.config.admin_listen, content, self._security.incoming)
+            stack.enter_context(history)
+            falls_back = self.config.admin_listen == DEFAULT_ADMIN_ADDRESS
+            admin = admin_port(self.config.admin_listen, content, self._security.incoming, falls_back=falls_back)
             self.status.admin_address = await stack.enter_async_context(admin)
             on_listening(await self._server.start())
             health = asyncio.create_task(self.status.announce(self._server), name="health")

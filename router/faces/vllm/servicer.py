@@ -191,7 +191,7 @@ class VllmServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
     def _load(self, status: ClusterStatus) -> pb.SchedulerLoad:
         pools = [worker.load.pool for worker in status.workers if worker.info.role.decodes]
         total = sum(pool.total * pool.block_size for pool in pools)
-        used = sum((pool.total - pool.free - pool.cached) * pool.block_size for pool in pools)
+        used = sum(pool.num_used * pool.block_size for pool in pools)
         return pb.SchedulerLoad(
             num_running_reqs=status.active_requests,
             num_waiting_reqs=status.queued_requests,

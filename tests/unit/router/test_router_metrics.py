@@ -26,11 +26,13 @@ from shell.telemetry.recent_latencies import RecentLatencies
 from tandem.errors import DeadlineExceeded, Overloaded, Reason, Unavailable, rebuild_error
 from tandem.types import (
     FinishReason,
+    KvRoute,
     PlacementReason,
     PrefixAt,
     RequestId,
     Role,
     SamplingParams,
+    WorkerId,
     WorkerInfo,
 )
 from tests.manual_clock import ManualClock
@@ -247,6 +249,28 @@ def test_a_replay_counts_as_a_move_and_its_prompt_only_once(scene: Scene) -> Non
     assert scene.value("tandem_prompt_tokens_total") == 12
     assert scene.value("tandem_cached_prompt_tokens_total") == 0
     assert scene.value("tandem_request_queue_seconds_count") == 1
+
+
+def test_the_last_requests_say_where_they_ran_and_what_was_handed_over(scene: Scene) -> None:
+    prefill, decode = replace(worker(Role.PREFILL), worker_id=WorkerId("p")), worker(Role.DECODE)
+    request = scene.request(traceparent=f"00-{'a' * 32}-b-01")
+    scene.clock.advance_s(2)
+    request.hear(Admitted())
+    request.hear(Placed(prefill, decode, PlacementReason.REMOTE_STATIC, PrefixAt.NOWHERE))
+    request.hear(PromptComputed(0.1, 0.1, 8))
+    request.hear(KvArrived(1024, 0.05, KvRoute("shm", "cuda_ipc: no GPU")))
+    request.hear(TokensArrived(1))
+    request.hear(Placed(decode, prefill, PlacementReason.MOVED, PrefixAt.NOWHERE))
+    request.hear(RequestEnded(1, (FinishReason.STOP,)))
+    scene.request().hear(RequestEnded(0, error=Overloaded("full")))
+    slow, refused = scene.counts.last.slowest()
+    assert (slow.trace_id, slow.outcome, slow.total_s, slow.first_token_s) == ("a" * 32, "stop", 2.0, 2.0)
+    assert (slow.prefill, slow.decode, refused.outcome, refused.decode) == ("p", "p", "failed", "")
+    (pair,) = scene.counts.last.handoffs()
+    assert (pair.source, pair.target, pair.num_bytes, pair.transport) == ("p", decode.worker_id, 1024, "shm")
+    assert [each.reason for each in scene.counts.last.placements()] == ["remote_static", "not_placed"]
+    activity = scene.recent.activity()
+    assert (activity.prompt_tokens, activity.cached_tokens) == (10, 8)
 
 
 def test_gaps_are_those_within_a_choice(scene: Scene) -> None:
