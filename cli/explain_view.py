@@ -42,7 +42,9 @@ def _chosen(who: str, decisions: tuple[Decision, ...]) -> Iterator[ConsoleRender
 
 
 def _now(load: WorkerLoad) -> str:
-    objective = f"steps of at most {duration(load.step_objective_s)}" if load.step_objective_s else "no objective"
+    objective = (
+        f"steps of at most {duration(load.step_objective_s)}" if load.step_objective_s else "no step objective known"
+    )
     return f"{objective}, chunks of at most {load.chunk_tokens} prompt tokens, {load.steps_per_s:.3g} steps/s"
 
 

@@ -197,10 +197,11 @@ def decoding(status: ClusterStatus) -> list[WorkerStatus]:
 
 async def test_it_says_why_where_from_to_and_how_slow(cluster: Cluster) -> None:
     with Client(cluster.target) as client:
-        client.complete("Once upon a time there was", max_tokens=2, request_id="seen-on-the-page")
+        for _ in range(2):
+            client.complete("Once upon a time there was", max_tokens=2)
         with pytest.raises(InvalidRequest):
             client.complete("Once", max_tokens=2, temperature=-1.0)
-        assert eventually(lambda: client.status().handoffs and client.status().recent.num_last)
+        assert eventually(lambda: client.status().handoffs and client.status().recent.num_last > 1)
         status = client.status()
     assert {each.reason for each in status.recent.last_placements} <= {"remote_static", "not_placed"}
     assert {each.reason for each in status.refusals} >= {"INVALID_FIELD"}
@@ -215,7 +216,9 @@ async def test_it_says_why_where_from_to_and_how_slow(cluster: Cluster) -> None:
         slow = await page.value("document.querySelector('#slow tbody').textContent")
         assert all(each.trace_id in slow for each in status.slow_requests)
         choices = await page.value("[...document.querySelectorAll('#choices tbody tr')].map((row) => row.textContent)")
-        assert any("decode-0, decode-1kernels" in row and "--attention-backend" in row for row in choices)
+        assert any(
+            "decode-0, decode-1, prefill-0, prefill-1kernels" in row and "--attention-backend" in row for row in choices
+        )
         assert any("--kv-blocks says so" in row for row in choices)
         assert "refused: INVALID_FIELD" in await page.value("document.getElementById('failed-reasons').textContent")
         assert await page.value("document.getElementById('hit-rate').textContent.endsWith(' %')")

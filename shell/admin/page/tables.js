@@ -25,14 +25,14 @@ function showTable(id, head, rows) {
 }
 
 function showChoices(choosers) {
-  const alike = new Map(); // the same choices → those who made them
+  const alike = new Map(); // a choice → those who made it
   for (const [name, decisions] of choosers) {
-    const text = JSON.stringify(decisions);
-    alike.set(text, { names: [...(alike.get(text)?.names ?? []), name], decisions });
+    for (const each of decisions) {
+      const text = JSON.stringify(each);
+      alike.set(text, { each, names: [...(alike.get(text)?.names ?? []), name] });
+    }
   }
-  const rows = [...alike.values()].flatMap(({ names, decisions }) =>
-    decisions.map((each) => [names.join(", "), each.name, each.value, each.why, each.force]),
-  );
+  const rows = [...alike.values()].map(({ each, names }) => [names.join(", "), each.name, each.value, each.why, each.force]);
   showTable("choices", ["of", "what", "chosen", "why", "forced by"], rows);
 }
 
