@@ -203,7 +203,7 @@ async def test_it_says_why_where_from_to_and_how_slow(cluster: Cluster) -> None:
             client.complete("Once", max_tokens=2, temperature=-1.0)
         assert eventually(lambda: client.status().handoffs and client.status().recent.num_last > 1)
         status = client.status()
-    assert {each.reason for each in status.recent.last_placements} <= {"remote_static", "not_placed"}
+    assert "remote_static" in {each.reason for each in status.recent.last_placements}
     assert {each.reason for each in status.refusals} >= {"INVALID_FIELD"}
     (pair, *_) = status.handoffs
     assert pair.transport == "shm"
