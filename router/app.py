@@ -143,16 +143,17 @@ class Router:
             self.status.admin_address = await stack.enter_async_context(admin)
             port = await self._server.start()
             if self._http is not None:
+                stack.push_async_callback(self._http.close)
                 await self._http.start()
             on_listening(port)
             health = asyncio.create_task(self.status.announce(self._server), name="health")
             stack.callback(health.cancel)
             await _first_of(health, until)
-            async with asyncio.TaskGroup() as drains:
-                grace_s = self.config.drain_grace_s
-                drains.create_task(self._server.drain(grace_s, self.entrance.begin_drain))
-                if self._http is not None:
-                    drains.create_task(self._http.drain(grace_s))
+            await self._server.drain(self.config.drain_grace_s, self.entrance.begin_drain, self._http_drained)
+
+    async def _http_drained(self) -> None:
+        if self._http is not None:
+            await self._http.drain()
 
     def _http_server(self, listen: str, checkpoint: CheckpointInfo, tracer: Tracer | None) -> HttpServer:
         # Only where it is wanted: the gRPC services need neither its modules nor msgspec.

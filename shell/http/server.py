@@ -176,19 +176,17 @@ class HttpServer:
         _log.info("http", address=f"{host}:{bound}")
         return bound
 
-    async def drain(self, grace_s: float) -> None:
-        """Takes no new connections, waits for running requests, `grace_s` at most, then closes. Idempotent."""
-        runner, self._runner = self._runner, None
-        if runner is None:
-            return
-        for site in tuple(runner.sites):
+    async def drain(self) -> None:
+        """Takes no new connections; returns once no request is running."""
+        for site in () if self._runner is None else tuple(self._runner.sites):
             await site.stop()
-        try:
-            async with asyncio.timeout(grace_s):
-                await self._idle.wait()
-        except TimeoutError:
-            _log.warning("http requests still running at the end of the drain", grace_s=grace_s)
-        await runner.cleanup()
+        await self._idle.wait()
+
+    async def close(self) -> None:
+        """Cuts every connection. Idempotent."""
+        runner, self._runner = self._runner, None
+        if runner is not None:
+            await runner.cleanup()
 
     async def _handle(self, request: web.Request) -> web.StreamResponse:
         if request.method == "OPTIONS" and self._cross_origin(request):

@@ -11,7 +11,7 @@ from typing import Any
 from models.files.checkpoint import CheckpointInfo
 from router.choice_stream import ChoiceOutput
 from router.entrance import Entrance, RunningRequest
-from router.faces.openai.tools import Tools
+from router.faces.openai.tools import Choice, Tools
 from router.faces.parsers.formats import AnswerFormat
 from router.faces.parsers.parts import AnswerParser, CallBegan, Part, Text
 from router.metrics import Summary
@@ -60,8 +60,9 @@ class Desk:
         return Caller(timeout_s, call.traceparent, call.tracestate, call.peer, call.identity.max_priority)
 
     def needs_special_tokens(self, tools: Tools) -> bool:
-        """Whether an answer must be read with the text of special tokens, as marks of calls are."""
-        return self.answers.has_special_marks and not tools.constraint()
+        """Whether an answer must be read with the text of special tokens, which marks of calls and reasoning may be."""
+        looks_for_marks = tools.choice is Choice.AUTO or (tools.choice is Choice.NONE and self.answers.marks_reasoning)
+        return self.answers.has_special_marks and looks_for_marks
 
     async def choice_readers(
         self, running: RunningRequest, num_choices: int, tools: Tools, *, keeps_end: bool

@@ -201,6 +201,7 @@ async def respond(desk: Desk, call: Call) -> web.StreamResponse:
             (found,) = await running.delivery.get_all()
             for part in reader.read(found):
                 response.take(part)
+            await response.count_reasoning(desk)
             return await answer_whole(call, running.request_id, response.closed(found))
         stream = EventStream(call, running.request_id)
         try:
@@ -210,6 +211,7 @@ async def respond(desk: Desk, call: Call) -> web.StreamResponse:
                 for part in reader.read(output):
                     await _send(stream, response.take(part))
                 if output.summary is not None:
+                    await response.count_reasoning(desk)
                     await _send(stream, response.end(output))
         except TandemError as error:
             if not stream.begun:
@@ -245,6 +247,7 @@ class _Response:
 
     def __init__(self, model: str, request: ResponsesRequest, tools: Tools, running: RunningRequest) -> None:
         self._items: list[dict[str, Any]] = []
+        self._reasoning_tokens = 0
         self._number = 0
         self._body: dict[str, Any] = {
             "id": f"resp_{running.request_id}",
@@ -297,6 +300,13 @@ class _Response:
                 self._items[-1]["arguments"] += text
                 return [self._delta("response.function_call_arguments.delta", text)]
 
+    async def count_reasoning(self, desk: Desk) -> None:
+        """Counts the tokens of the text that was thought; what marks it counts as answer."""
+        for item in self._items:
+            if item["type"] == "reasoning":
+                text = item["content"][0]["text"]
+                self._reasoning_tokens += len(await desk.tokenization.encode_text(text, add_special_tokens=False))
+
     def closed(self, found: ChoiceOutput) -> dict[str, Any]:
         """Ends the response; returns it."""
         self._close()
@@ -312,7 +322,7 @@ class _Response:
                 "input_tokens": spent["prompt_tokens"],
                 "input_tokens_details": spent["prompt_tokens_details"],
                 "output_tokens": spent["completion_tokens"],
-                "output_tokens_details": {"reasoning_tokens": 0},
+                "output_tokens_details": {"reasoning_tokens": self._reasoning_tokens},
                 "total_tokens": spent["total_tokens"],
             },
         }

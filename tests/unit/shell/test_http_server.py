@@ -49,7 +49,7 @@ async def start(metrics: Metrics) -> AsyncIterator[Start]:
             given: dict[str, Any] = {"incoming": Incoming(), "max_body_bytes": 1000, "metrics": metrics, **options}
             server = HttpServer("127.0.0.1:0", routes, error_response, **given)
             port = await server.start()
-            stack.push_async_callback(server.drain, 0)
+            stack.push_async_callback(server.close)
             begin.server = server  # type: ignore[attr-defined]
             return f"http://127.0.0.1:{port}"
 
@@ -168,7 +168,7 @@ async def test_a_caller_that_leaves_cancels_the_handler(
     asking.cancel()
     async with asyncio.timeout(5):
         await ended.wait()
-    await start.server.drain(5)  # type: ignore[attr-defined]
+    await start.server.drain()  # type: ignore[attr-defined]
     assert b'code="cancelled",route="/it"' in metrics.exposition()[0]
 
 
@@ -203,7 +203,7 @@ async def test_a_drain_waits_for_what_runs_and_takes_nothing_new(start: Start, h
     url = await start(wait)
     asking = asyncio.ensure_future(http.get(f"{url}/it"))
     await begun.wait()
-    draining = asyncio.ensure_future(start.server.drain(30))  # type: ignore[attr-defined]
+    draining = asyncio.ensure_future(start.server.drain())  # type: ignore[attr-defined]
     await asyncio.sleep(0)
     async with aiohttp.ClientSession() as stranger:
         with pytest.raises(aiohttp.ClientConnectorError):
