@@ -4,8 +4,8 @@
     bench/results/gpu-vllm.json           closed loops of callers on one GPU    ─▶ simulator/machines/8b-h200.json
 
 Steps and hand-offs take what the records say, which each model names. Pool, seats and chunks are a worker's defaults,
-and messages take what `CostModel` assumes. A closed loop gives two steps: its median gap is a step of decodes alone, its
-mean gap the mean step, which has the loop's share of prompt tokens.
+and messages take what `CostModel` assumes. A closed loop gives two steps: its median gap is a step of decodes alone,
+its mean gap the mean step, which has the loop's share of prompt tokens.
 """
 
 from __future__ import annotations

@@ -36,7 +36,7 @@ def model_file(name: str) -> Path:
 
 
 def model_of_this_machine() -> str:
-    """Returns the name of the nearest class: the GPU's where there is one, else the CPU's highest tier that is known."""
+    """Returns the name of the nearest class: the GPU's where there is one, else the CPU's highest tier with a model."""
     if torch.cuda.is_available():
         return _GPU
     known = [f"{_CPU_SHAPE}-{tier}" for tier in (_LEAST_TIER, *machine_tiers())]
