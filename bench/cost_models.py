@@ -98,7 +98,7 @@ def _steps(samples: Iterable[Sample], source: str, date: str) -> dict[str, Any]:
     return {"step": fitted.costs, "source": f"{source} of {date}, {len(steps)} steps, off by {error:.1%}"}
 
 
-def _sizes(shape: str, device: str, full_tokens: int | None) -> dict[str, int]:
+def _sizes(shape: str, device: str, full_tokens: int | None) -> dict[str, Any]:
     sizes, on_cpu = PEER_SHAPES[shape].sizes, device == "cpu"
     token_bytes = 2 * 2 * sizes["num_hidden_layers"] * sizes["num_key_value_heads"] * sizes["head_dim"]
     chunks = ChunkTokens.of(0, torch.device(device), full_tokens)
@@ -112,7 +112,7 @@ def _sizes(shape: str, device: str, full_tokens: int | None) -> dict[str, int]:
     }
 
 
-def _handoffs(results: Mapping[str, Any], transport: str) -> dict[str, float]:
+def _handoffs(results: Mapping[str, Any], transport: str) -> dict[str, Any]:
     """Those of the middle size of blocks."""
     found = [each for each in results["results"] if each["transport"] == transport and each["block_bytes"] == 376832]
     return {

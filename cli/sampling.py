@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, cast
 
 from tandem.client import GenerateOptions
@@ -34,7 +34,7 @@ _SCALARS: tuple[tuple[str, Callable[[str], Any], str], ...] = (
     ("regex", str, "regular expression that the text must match"),
     ("grammar", str, "Lark grammar that the text must match"),
 )
-_KINDS = {int: "N", float: "NUMBER", str: "TEXT"}
+_KINDS: Mapping[Callable[[str], Any], str] = {int: "N", float: "NUMBER", str: "TEXT"}
 """As the help shows them."""
 _REPEATED: tuple[tuple[str, str, str], ...] = (
     ("stop", "TEXT", "end where this text appears; may be repeated"),
