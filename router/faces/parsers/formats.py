@@ -86,6 +86,11 @@ class AnswerFormat:
     special_tokens: frozenset[str] = frozenset()
     end_tokens: EndTokens = NO_END_TOKENS
 
+    @property
+    def marks_reasoning(self) -> bool:
+        """Whether answers may hold reasoning."""
+        return self.thinking is not None or self.name == _GPT_OSS
+
     def parser(self, prompt_end: str, tools: Tools = NO_TOOLS) -> AnswerParser:
         """Returns the parser of one answer. Without tools no calls are looked for.
 
