@@ -114,6 +114,7 @@ class ChatTemplate:
 
     def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
         """Raises CheckpointError if `source` is not a template."""
+        self.source = source
         environment = ImmutableSandboxedEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, loopcontrols]
         )
@@ -150,6 +151,12 @@ class ChatTemplates:
 
     def __init__(self, templates: Mapping[str, ChatTemplate]) -> None:
         self._templates = templates
+
+    @property
+    def source(self) -> str | None:
+        """The text of the template for tools, else of the usual one."""
+        template = self._templates.get(_TOOL_USE) or self._templates.get(_DEFAULT)
+        return None if template is None else template.source
 
     def render(self, conversation: Conversation) -> str:
         """As the template that the conversation names, or else the one for what it holds. Raises InvalidRequest."""

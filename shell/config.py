@@ -24,7 +24,6 @@ from shell.worker_config import (
     ProcessConfig,
     WorkerConfig,
     config_option,
-    drain_grace_option,
 )
 from tandem import options
 from tandem.client_config import DEFAULT_ADDRESS, ClientConfig
@@ -39,7 +38,6 @@ __all__ = [
     "ClientSecurityConfig",
     "DecodeConfig",
     "ElasticConfig",
-    "HttpDoorConfig",
     "Limits",
     "PrefillConfig",
     "RouterConfig",
@@ -99,6 +97,19 @@ class RouterConfig(ProcessConfig):
         host_port(),
         none_word="none",
     )
+    http: str | None = _address(
+        "http",
+        None,
+        "address at which OpenAI's and Anthropic's APIs are served over HTTP; --tls-cert and --token-file hold there",
+        host_port(port_zero=True),
+        none_word="none",
+    )
+    http_origins: tuple[str, ...] = _address(
+        "http-origins",
+        (),
+        "web origins whose pages may call the HTTP port from a browser, such as https://chat.example; * = all",
+        text(r"\*|https?://[^\s/,]+", "an origin such as https://chat.example, or *", "ORIGIN"),
+    )
     max_queued_requests: int = _queue(
         "max-queued-requests", 1024, "requests that may wait for admission", integer(0, 1_000_000)
     )
@@ -147,28 +158,13 @@ class RouterConfig(ProcessConfig):
     def ports(self) -> Ports:
         """Returns where the router listens."""
         own = (("--listen", self.listen), ("--admin-listen", self.admin_listen))
-        return (*own, ("--shared-listen", self.shared_listen))
+        return (*own, ("--shared-listen", self.shared_listen), ("--http", self.http))
 
 
 _SET_BY_SERVE = (
     *("listen", "router", "advertise", "worker_id", "device", "admin_listen", "kv_port", "device_workers"),
     *("host_workers", "kv_events", "kv_events_topic", "elastic", "config_file"),
 )
-_GATEWAY = (
-    *("parser", "tool-call-parser", "reasoning-parser", "chat-template", "log-json"),
-    *("enable-trace", "otlp-traces-endpoint", "cors-allowed-origins"),
-)
-
-
-def _gateway_option(name: str) -> Any:
-    """Options of smg that are passed on: those that change neither whom it calls nor who may call it."""
-    return _fleet(
-        name,
-        (),
-        f"options of the gateway smg, each as NAME or NAME=VALUE, of {', '.join(_GATEWAY)}; --chat-template and "
-        "--log-format json reach it too",
-        text(rf"({'|'.join(_GATEWAY)})(=.+)?", f"NAME or NAME=VALUE with one of {', '.join(_GATEWAY)}", "NAME[=VALUE]"),
-    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -210,15 +206,6 @@ class ServeConfig:
             "DEVICE",
         ),
     )
-    http: str | None = _address(
-        "http",
-        None,
-        "address at which the gateway smg serves OpenAI's and Anthropic's APIs over HTTP; with --tls-cert by TLS, with "
-        "--token-file callers bring its first token as their key",
-        host_port(port_zero=True),
-        none_word="none",
-    )
-    http_gateway: tuple[str, ...] = _gateway_option("http-gateway")
     router_processes: int = _fleet(
         "router-processes", 1, "routers, each a process, which share the port of --listen", integer(1, 64)
     )
@@ -239,20 +226,6 @@ class ServeConfig:
             prefill_worker=replace(self.prefill_worker, model=model),
             decode_worker=replace(self.decode_worker, model=model),
         )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class HttpDoorConfig:
-    """`python -m cli.http_door`, which `tandem serve` starts."""
-
-    listen: str = _address("listen", "127.0.0.1:0", "address to serve on", host_port(port_zero=True))
-    router: str = _address("router", DEFAULT_ADDRESS, "address of the router", host_port())
-    gateway: tuple[str, ...] = _gateway_option("gateway")
-    drain_grace_s: float = drain_grace_option()
-    max_receive_bytes: int = option(
-        Section.LIMITS, "max-receive-bytes", Limits().max_message_bytes, "largest gRPC message passed on", integer(1)
-    )
-    security: ClientSecurityConfig = grouped(ClientSecurityConfig)
 
 
 _ALL: tuple[type[Any], ...] = (RouterConfig, PrefillConfig, DecodeConfig, ElasticConfig, ServeConfig, ClientConfig)

@@ -106,8 +106,8 @@ _STARTS = (
     Mistake(
         START,
         "The HTTP port is open to other machines, and nothing asks who calls.",
-        "--http: other machines can reach 0.0.0.0:0: give --tls-cert, --tls-key, --tls-ca and --token-file (callers' "
-        "certificates are not asked for there), or else --insecure",
+        "--http: other machines can reach 0.0.0.0:0: give --tls-cert, --tls-key and --tls-ca and "
+        "--token-file or --tls-client-ca, or else --insecure",
         "[clients.md](clients.md) has the commands.",
         ("serve", "--listen", "127.0.0.1:0", "--http", "0.0.0.0:0"),
     ),
