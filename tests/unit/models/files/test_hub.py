@@ -121,7 +121,7 @@ def test_what_cannot_be_fetched_is_said_in_one_line(hub: FakeHub, tmp_path: Path
         assert "\n" not in line
 
 
-def test_a_private_model_is_fetched_with_the_librarys_own_token(tmp_path: Path) -> None:
+def test_a_private_model_is_fetched_with_a_token_as_the_library_takes_it(tmp_path: Path) -> None:
     with fake_hub({"me/whole": resolve_model("demo")}, token="secret") as private:
         environment = private.environment(tmp_path)
         ((refused, *_),) = fetch(environment, "hf://me/whole", what="texts")
