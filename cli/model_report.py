@@ -9,6 +9,7 @@ from pathlib import Path
 
 from models.config import load_model_config, read_config, read_dtype
 from models.files.gguf import find_gguf
+from models.files.hub import fetched
 from models.files.tokenizer_file import read_tokenizer
 from models.preflight import NATIVE, TRANSFORMERS, Servable, read_servable
 from models.rope_config import LongRopeScaling
@@ -29,7 +30,7 @@ Row = tuple[str, str]
 
 def model_rows(config: DecodeConfig) -> list[Row]:
     """Rows of name and value, at a worker's options. Raises CheckpointError, ConfigError, each with the remedy."""
-    found = read_servable(config.model, config.model_impl)
+    found = read_servable(fetched(config.model), config.model_impl)
     if found.quantization not in {None, "gguf"} and find_spec("torch") is not None:
         from models.quantization.config import read_quantization
 

@@ -26,6 +26,7 @@ from cli.launch import launch_command
 from cli.supervisor import START_TIMEOUT_S, Child, RestartPolicy, Supervisor, open_process
 from kernels.cpu.core_loans import CoreLedger, CoreLoan
 from models.files.checkpoint import resolve_model
+from models.files.hub import fetched
 from models.preflight import check_loadable
 from shell import progress
 from shell.clock import MonotonicClock
@@ -73,10 +74,12 @@ def run(namespace: argparse.Namespace) -> int:
     """Serves until a stop signal; returns the exit code. Raises ConfigError, CheckpointError."""
     config = load(ServeConfig, namespace)
     check_fleet(config)
-    worker = config.decode_worker
-    check_loadable(resolve_model(worker.model), worker.model_impl)  # before children start, as the next line
     Security.load(config.router.security, config.router.ports)  # each child would find the same fault
     configure_logging("serve", config.router.log_format, config.router.log_level)
+    progress.show_in_log()
+    config = config.of_model(fetched(config.decode_worker.model))  # once, for all children
+    worker = config.decode_worker
+    check_loadable(resolve_model(worker.model), worker.model_impl)  # before children start
     devices = fleet_devices(config, find_gpus(environment().get("CUDA_VISIBLE_DEVICES")))
     check_host_memory(config, devices, available_host_bytes())
     return run_process(lambda stop: _serve(config, devices, stop))

@@ -6,6 +6,7 @@ import asyncio
 import gc
 from collections.abc import Awaitable, Callable
 from contextlib import AsyncExitStack
+from dataclasses import replace
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
@@ -14,6 +15,7 @@ from random import Random
 from opentelemetry.trace import Tracer
 
 from models.files.checkpoint import CheckpointInfo
+from models.files.hub import fetched
 from models.preflight import read_servable
 from router.admission import Admission, AdmissionQueue
 from router.delivery import Unread
@@ -210,8 +212,9 @@ async def _first_of(health: asyncio.Task[None], until: Callable[[], Awaitable[No
 
 
 def run(config: RouterConfig) -> int:
-    """Runs the process until SIGTERM; returns its exit code. Raises ConfigError."""
+    """Runs the process until SIGTERM; returns its exit code. Raises ConfigError, CheckpointError."""
     configure_logging("router", config.log_format, config.log_level)
+    config = replace(config, model=fetched(config.model, weights=False))
 
     async def main(tracer: Tracer | None, stop: StopSignal) -> None:
         router = Router(config, tracer=tracer)

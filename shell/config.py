@@ -10,7 +10,7 @@ from __future__ import annotations
 import argparse
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, TypeVar
 
@@ -217,6 +217,15 @@ class ServeConfig:
     def is_static(self) -> bool:
         """Whether its workers have static roles."""
         return self.num_prefill is not None or self.num_decode is not None
+
+    def of_model(self, model: str) -> ServeConfig:
+        """The same with another `--model`."""
+        return replace(
+            self,
+            router=replace(self.router, model=model),
+            prefill_worker=replace(self.prefill_worker, model=model),
+            decode_worker=replace(self.decode_worker, model=model),
+        )
 
 
 _ALL: tuple[type[Any], ...] = (RouterConfig, PrefillConfig, DecodeConfig, ElasticConfig, ServeConfig, ClientConfig)

@@ -61,7 +61,8 @@ class ProcessConfig:
     model: str = _model(
         "model",
         "demo",
-        "checkpoint folder in Hugging Face layout, GGUF file, or 'demo'",
+        "checkpoint folder in Hugging Face layout, GGUF file, 'demo', or hf://OWNER/NAME[@REVISION][/FILE.gguf], which "
+        "is fetched from the hub",
         text(r".+", "a path", "MODEL"),
     )
     context_tokens: int | None = _model(

@@ -70,16 +70,15 @@ MODEL_MISTAKES = (
     Mistake(
         MODEL,
         "There is no such folder.",
-        "…/nowhere: no such folder: --model takes a folder with config.json, a .gguf file, or `demo`",
+        "…/nowhere: no such folder: --model takes a folder with config.json, a .gguf file, hf://OWNER/NAME, or `demo`",
         "Check the path; in a container, check what is mounted.",
         spoil=lambda folder: folder / "nowhere",
     ),
     Mistake(
         MODEL,
-        "A name on a model hub is given.",
-        "Qwen/Qwen3-0.6B: no such folder; nothing is fetched from a model hub: run `hf download Qwen/Qwen3-0.6B "
-        "--local-dir DIR`, then say --model DIR",
-        "Tandem fetches nothing. Download the model once, then name the folder.",
+        "A name on a model hub is given without its scheme.",
+        "Qwen/Qwen3-0.6B: no such folder: to fetch it from the hub, say --model hf://Qwen/Qwen3-0.6B",
+        "Only a name that begins with `hf://` is fetched ([models.md](models.md#from-the-hub)).",
         spoil=lambda folder: "Qwen/Qwen3-0.6B",
     ),
     Mistake(

@@ -17,6 +17,7 @@ from typing import Any
 
 from models.config_json import ConfigJson
 from models.files.gguf import SUFFIX, find_gguf, read_gguf
+from models.files.hub import fetched, hub_name
 from models.files.language_part import language_config
 from models.files.model_path import check_model_path
 from models.files.read_files import ReadFiles
@@ -99,8 +100,8 @@ class CheckpointInfo:
 
 
 def resolve_model(model: str) -> Path:
-    """The checkpoint folder or GGUF file that `--model` names. Raises CheckpointError."""
-    path = _DEMO_PATH if model == DEMO else Path(model)
+    """The checkpoint folder or GGUF file that `--model` names, fetched if it is of the hub. Raises CheckpointError."""
+    path = _DEMO_PATH if model == DEMO else Path(fetched(model))
     check_model_path(model, path)
     return path
 
@@ -118,7 +119,7 @@ def read_checkpoint(model: str) -> CheckpointInfo:
     vocab_size = config.integer("vocab_size")
     ends = _eos_token_ids(generation, vocab_size) or _eos_token_ids(config, vocab_size)
     info = CheckpointInfo(
-        name=DEMO if model == DEMO else Path(os.path.abspath(named)).name,  # that of a link, not of what it leads to
+        name=DEMO if model == DEMO else hub_name(named) or Path(os.path.abspath(named)).name,  # of a link, its own
         path=path,
         config=MappingProxyType(dict(config.items)),
         family=config.text("model_type"),
