@@ -12,6 +12,7 @@ from router.faces.openai.desk import REQUEST_ID
 from shell.http.server import Call, write
 
 _HEADERS = {"Content-Type": "text/event-stream; charset=utf-8", "Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+_PIECE_BYTES = 64 * 1024
 _encode = msgspec.json.Encoder().encode
 
 
@@ -47,7 +48,10 @@ class EventStream:
 
 async def answer_whole(call: Call, request_id: str, body: Mapping[str, Any]) -> web.StreamResponse:
     """Answers with one document, and returns when it has left: until then the request is under way."""
-    headers = {REQUEST_ID: request_id}
-    response = web.Response(body=_encode(body), content_type="application/json", headers=headers)
+    document = _encode(body)
+    response = web.StreamResponse(headers={REQUEST_ID: request_id, "Content-Type": "application/json"})
+    response.content_length = len(document)
+    for start in range(0, len(document), _PIECE_BYTES):  # a slow reader is one that does not take the next piece
+        await write(call.request, response, document[start : start + _PIECE_BYTES])
     await write(call.request, response, None)
     return response
