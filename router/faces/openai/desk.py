@@ -59,6 +59,10 @@ class Desk:
             raise InvalidRequest(TIMEOUT, "must be seconds above 0")
         return Caller(timeout_s, call.traceparent, call.tracestate, call.peer, call.identity.max_priority)
 
+    def request_id(self, call: Call, given: str | None = None) -> str:
+        """Returns the id that a caller gives a request, in its body or in a header; empty = none."""
+        return given if given else call.request.headers.get(REQUEST_ID, "")
+
     def needs_special_tokens(self, tools: Tools) -> bool:
         """Whether an answer must be read with the text of special tokens, which marks of calls and reasoning may be."""
         looks_for_marks = tools.choice is Choice.AUTO or (tools.choice is Choice.NONE and self.answers.marks_reasoning)
@@ -122,9 +126,9 @@ def usage(summaries: Sequence[Summary]) -> dict[str, Any]:
     prompt = sum(each.prompt_tokens for each in summaries)
     completion = sum(each.completion_tokens for each in summaries)
     cached = sum(each.cached_tokens for each in summaries)
-    return {
-        "prompt_tokens": prompt,
-        "completion_tokens": completion,
-        "total_tokens": prompt + completion,
-        "prompt_tokens_details": {"cached_tokens": cached},
-    }
+    return {**usage_so_far(prompt, completion), "prompt_tokens_details": {"cached_tokens": cached}}
+
+
+def usage_so_far(prompt: int, completion: int) -> dict[str, Any]:
+    """Returns OpenAI's usage of a request under way, by its tokens."""
+    return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}

@@ -11,16 +11,7 @@ from functools import partial
 from types import MappingProxyType
 
 from router.faces.parsers import harmony, json_calls, tagged_calls
-from router.faces.parsers.end_tokens import EndTokens
-from router.faces.parsers.grammar import (
-    NO_END_TOKENS,
-    NO_MARKS,
-    OBJECT,
-    GrammarParser,
-    ThinkingMarks,
-    attempt,
-    reasoning,
-)
+from router.faces.parsers.grammar import NO_MARKS, OBJECT, GrammarParser, ThinkingMarks, attempt, reasoning
 from router.faces.parsers.marks import Marks
 from router.faces.parsers.parts import AnswerParser, Text, Tools
 from router.faces.parsers.source import Source, Steps
@@ -75,8 +66,7 @@ class AnswerFormat:
 
     calls_tools          a format of calls is known
     has_special_marks    marks are special tokens: text must be decoded with special tokens kept
-    special_tokens       tokens that are no marks; none is behind the mark in a prompt's end that begins reasoning
-    end_tokens           the same, if the text is decoded with them
+    special_tokens       tokens that end what the model thought in a turn before
     """
 
     name: str
@@ -84,7 +74,6 @@ class AnswerFormat:
     has_special_marks: bool
     thinking: ThinkingMarks | None = None
     special_tokens: frozenset[str] = frozenset()
-    end_tokens: EndTokens = NO_END_TOKENS
 
     @property
     def marks_reasoning(self) -> bool:
@@ -97,9 +86,8 @@ class AnswerFormat:
         `prompt_end`: the text of the prompt's last tokens, special tokens kept; the answer may begin inside reasoning.
         """
         if self.name != _GPT_OSS:
-            answer = partial(self._answer, is_begun=self._begins_inside(prompt_end), tools=tools)
-            return GrammarParser(answer, self.end_tokens)
-        parser = GrammarParser(partial(harmony.messages, has_tools=bool(tools)), self.end_tokens)
+            return GrammarParser(partial(self._answer, is_begun=self._begins_inside(prompt_end), tools=tools))
+        parser = GrammarParser(partial(harmony.messages, has_tools=bool(tools)))
         _, start, opened = prompt_end.rpartition(harmony.START)
         if harmony.CHANNEL in opened:
             parser.feed(start + opened)
@@ -136,13 +124,10 @@ def detect_format(template: str | None, special_tokens: Collection[str]) -> Answ
     thinking = None if name == _GPT_OSS else next(found, None)
     marks = harmony.HARMONY if name == _GPT_OSS else _CALLS[name].marks if name in _CALLS else ()
     marks = (*marks, thinking.begin, thinking.end) if thinking is not None else marks
-    has_special_marks = not set(special_tokens).isdisjoint(marks)
-    others = frozenset(special_tokens) - {*marks, ""}
     return AnswerFormat(
         name,
         calls_tools=name != _PLAIN,
-        has_special_marks=has_special_marks,
+        has_special_marks=not set(special_tokens).isdisjoint(marks),
         thinking=thinking,
-        special_tokens=others,
-        end_tokens=EndTokens(others) if has_special_marks else NO_END_TOKENS,
+        special_tokens=frozenset(special_tokens) - {*marks, ""},
     )

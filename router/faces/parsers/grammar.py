@@ -6,14 +6,12 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from router.faces.parsers.end_tokens import EndTokens
 from router.faces.parsers.marks import Marks
 from router.faces.parsers.parts import AnswerParser, CallArguments, CallBegan, Part, Reasoning, Text
 from router.faces.parsers.source import NotACall, Source, Steps
 
 OBJECT = Marks("{")
 NO_MARKS = Marks()
-NO_END_TOKENS = EndTokens(())
 _NEWLINES = re.compile("\n*")
 
 
@@ -28,23 +26,17 @@ class ThinkingMarks:
 class GrammarParser(AnswerParser):
     """Runs a grammar over an answer's text."""
 
-    def __init__(self, grammar: Callable[[Source], Steps[None]], end_tokens: EndTokens = NO_END_TOKENS) -> None:
+    def __init__(self, grammar: Callable[[Source], Steps[None]]) -> None:
         self._source = Source()
         self._steps = grammar(self._source)
-        self._end_tokens = end_tokens
-        self._tail = ""
 
     def feed(self, text: str) -> list[Part]:
         """Runs the grammar until it needs more text."""
-        text = self._tail + text
-        cut = self._end_tokens.held_from(text)
-        self._tail = text[cut:]
-        self._source.add(text[:cut])
+        self._source.add(text)
         return self._parts()
 
     def finish(self) -> list[Part]:
         """Runs the grammar to its end."""
-        self._source.add(self._end_tokens.without(self._tail))
         self._source.end()
         return self._parts()
 

@@ -40,7 +40,7 @@ TEMPLATES = {
 
 
 def format_of(name: str) -> AnswerFormat:
-    return detect_format(TEMPLATES[name], {PYTHON_TAG, EOT, "</think>", "[TOOL_CALLS]", "<|channel|>"})
+    return detect_format(TEMPLATES[name], {PYTHON_TAG, EOT})
 
 
 def joined(parts: Iterable[Part]) -> list[Part]:

@@ -4,7 +4,7 @@ import pytest
 
 from router.faces.parsers.formats import detect_format
 from router.faces.parsers.parts import Reasoning, Text
-from tests.unit.router.recorded_answers import EOT, PYTHON_TAG, TEMPLATES, TOOLS, call, format_of, parse
+from tests.unit.router.recorded_answers import EOT, PYTHON_TAG, TEMPLATES, format_of, parse
 
 
 @pytest.mark.parametrize("name", sorted(TEMPLATES))
@@ -73,29 +73,3 @@ def test_the_end_of_the_prompt_says_whether_the_answer_begins_inside_reasoning(
 
 def test_a_model_that_repeats_the_mark_of_its_prompt_thinks_once() -> None:
     assert parse(format_of("hermes").parser("<think>\n"), "<think>a</think>\n\nb") == [Reasoning("a"), Text("b")]
-
-
-@pytest.mark.parametrize(
-    ("answer", "text"),
-    [
-        ("Hi<|eot_id|>", "Hi"),
-        ("<|eot_id|>", ""),
-        ("<|eot_id|> ends a turn <|eot", "<|eot_id|> ends a turn <|eot"),
-        ("a <<|eot_id|>", "a <"),
-    ],
-)
-def test_the_token_that_ends_an_answer_is_not_part_of_it(answer: str, text: str) -> None:
-    found = format_of("llama3")
-    for pieces in ([answer], list(answer)):
-        assert parse(found.parser("", TOOLS), pieces) == ([Text(text)] if text else [])
-
-
-def test_a_call_is_whole_before_the_token_that_ends_the_answer() -> None:
-    answer = '<|python_tag|>{"name": "now", "parameters": {}}<|eot_id|>'
-    assert parse(format_of("llama3").parser("", TOOLS), answer) == call("now", "{}")
-
-
-def test_text_that_was_decoded_without_special_tokens_keeps_what_looks_like_one() -> None:
-    found = detect_format(TEMPLATES["hermes"], {EOT})
-    assert not found.has_special_marks
-    assert parse(found.parser("", TOOLS), ["It is <|eot_id|>"]) == [Text("It is <|eot_id|>")]
