@@ -58,15 +58,7 @@ _CUTS: Mapping[str, _Cut] = {
 """By `tokenizer.ggml.pre`."""
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED = 1, 2, 3, 4
 """Of `tokenizer.ggml.token_type`; 5 is an unused token, 6 a byte."""
-_SPECIAL_TOKENS = {
-    "bos_token": "bos",
-    "eos_token": "eos",
-    "unk_token": "unknown",
-    "sep_token": "seperator",  # as the format spells it
-    "pad_token": "padding",
-    "cls_token": "cls",
-    "mask_token": "mask",
-}
+_SPECIAL_TOKENS = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
 """Names in tokenizer_config.json, and what GGUF calls them."""
 _SPACE = "▁"
 _REMEDY = "put the tokenizer.json of the model that the file was made from beside it"
