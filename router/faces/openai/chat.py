@@ -11,14 +11,14 @@ from aiohttp import web
 from router.choice_stream import ChoiceOutput
 from router.entrance import RunningRequest
 from router.faces.openai.conversation import FunctionTool, Message, chat_prompt
-from router.faces.openai.desk import ChoiceReader, Desk, outputs, texts_of, usage, usage_so_far
+from router.faces.openai.desk import ChoiceReader, Desk, outputs, usage, usage_so_far
 from router.faces.openai.errors import openai_error
 from router.faces.openai.logprobs import LogprobsWriter
 from router.faces.openai.reading import read_body
 from router.faces.openai.sampling import SamplingFields, Uint32
 from router.faces.openai.sse import EventStream, answer_whole
 from router.faces.openai.tools import Tools, new_call_id, tool_choice
-from router.faces.parsers.parts import CallArguments, CallBegan, Part, Reasoning, Text
+from router.faces.parsers.parts import CallArguments, CallBegan, Reasoning, Text
 from router.request import CompletionRequest
 from shell.http.server import Call
 from tandem.errors import InvalidRequest, TandemError, UnsupportedOption
@@ -173,14 +173,10 @@ class _Answer:
 
     def _choice(self, output: ChoiceOutput) -> dict[str, Any]:
         reader = self._readers[output.index]
-        parts = reader.read(output)
-        calls = _calls(parts)
-        content = texts_of(parts) or (None if calls else "")
-        message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
-        if (thought := texts_of(parts, Reasoning)) and self._request.include_reasoning:
-            message["reasoning_content"] = thought
-        if calls:
-            message["tool_calls"] = calls
+        message = {**_Deltas(reader, with_reasoning=self._request.include_reasoning).read(output), "refusal": None}
+        for call in message.get("tool_calls", ()):
+            del call["index"]
+            message["content"] = message["content"] or None
         choice = {
             "index": output.index,
             "message": message,
@@ -194,7 +190,7 @@ class _Answer:
 
 
 class _Deltas:
-    """One choice's parts as deltas: the first names the role, each call has an index."""
+    """One choice's parts as deltas: the first names the role, each call has an index. Of a whole answer, one delta."""
 
     def __init__(self, reader: ChoiceReader, *, with_reasoning: bool) -> None:
         self.reader = reader
@@ -226,16 +222,6 @@ class _Deltas:
         if not calls:
             calls.append({"index": self._num_calls - 1, "function": {"arguments": ""}})
         calls[-1]["function"]["arguments"] += text
-
-
-def _calls(parts: Sequence[Part]) -> list[dict[str, Any]]:
-    calls: list[dict[str, Any]] = []
-    for part in parts:
-        if isinstance(part, CallBegan):
-            calls.append({"id": new_call_id(), "type": "function", "function": {"name": part.name, "arguments": ""}})
-        elif isinstance(part, CallArguments):
-            calls[-1]["function"]["arguments"] += part.text
-    return calls
 
 
 def _refuse_unknown(request: ChatRequest) -> None:

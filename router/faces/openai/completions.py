@@ -154,8 +154,12 @@ class _Answer:
             for output in of_prompt:
                 each = _Output(index, prompts[index], output)
                 choices.append(self._choice(each, _Written(), of_prompt[0].prompt_logprobs, echoed))
-        summaries = [each[-1].summary for each in found]
-        body = {**self._head, "choices": choices, "usage": usage([each for each in summaries if each is not None])}
+        summaries = [summary for each in found if (summary := each[-1].summary) is not None]
+        body = {
+            **self._head,
+            "choices": choices,
+            "usage": self._usage(summaries),
+        }
         return await answer_whole(call, self._id, body)
 
     async def stream(self, call: Call) -> web.StreamResponse:
@@ -184,7 +188,7 @@ class _Answer:
                     if output.summary is not None:
                         summaries.append(output.summary)
             if options.include_usage:
-                await stream.send({**self._head, "choices": [], "usage": usage(summaries)})
+                await stream.send({**self._head, "choices": [], "usage": self._usage(summaries)})
         except TandemError as error:
             if not stream.begun:
                 raise
@@ -224,6 +228,10 @@ class _Answer:
                     await queue.put(_Output(index, running.prompt_token_ids, output))
         except Exception as error:  # noqa: BLE001  (raised again by the reader of the queue)
             await queue.put(error)
+
+    def _usage(self, summaries: Sequence[Summary]) -> dict[str, Any]:
+        spent = usage(summaries)
+        return {**spent, **usage_so_far(spent["prompt_tokens"], 0)} if self._prompt_only else spent
 
     def _position(self, each: _Output) -> int:
         return each.index * self._request.num_choices + each.output.index

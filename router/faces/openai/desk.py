@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import AsyncIterator, Iterable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
@@ -13,7 +13,7 @@ from router.choice_stream import ChoiceOutput
 from router.entrance import Entrance, RunningRequest
 from router.faces.openai.tools import Choice, Tools
 from router.faces.parsers.formats import AnswerFormat
-from router.faces.parsers.parts import AnswerParser, CallBegan, Part, Text
+from router.faces.parsers.parts import AnswerParser, CallBegan, Part
 from router.metrics import Summary
 from router.request import Caller
 from router.status import RouterStatus
@@ -114,11 +114,6 @@ async def outputs(running: RunningRequest) -> AsyncIterator[ChoiceOutput]:
         yield output
         if output.summary is not None:
             return
-
-
-def texts_of(parts: Iterable[Part], kind: type[Any] = Text) -> str:
-    """Returns the joined text of the parts of one kind."""
-    return "".join(part.text for part in parts if isinstance(part, kind))
 
 
 def usage(summaries: Sequence[Summary]) -> dict[str, Any]:
