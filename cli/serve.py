@@ -161,9 +161,13 @@ class _Server:
         family, kind, _, _, address = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_STREAM)[0]
         held = self._held_ports.enter_context(socket.socket(family, kind))
         held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # connections of an earlier server may linger
         if is_taken(listen, shared=False):  # processes that share a port do not notice another server there
             raise ConfigError(option, f"cannot listen on {listen}; is the port in use?")
-        held.bind(address)
+        try:
+            held.bind(address)
+        except OSError as error:
+            raise ConfigError(option, f"cannot listen on {listen}: {error.strerror}") from error
         return f"{host}:{held.getsockname()[1]}"
 
     async def stop(self) -> None:

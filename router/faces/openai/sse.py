@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import msgspec
@@ -31,6 +31,11 @@ class EventStream:
         """Sends an event. Raises ConnectionError once the caller is gone, or does not read."""
         name = b"" if event is None else b"event: %b\n" % event.encode()
         await write(self._request, self._response, b"%bdata: %b\n\n" % (name, _encode(data)))
+
+    async def send_typed(self, events: Iterable[Mapping[str, Any]]) -> None:
+        """Sends events that are named by their `type`."""
+        for event in events:
+            await self.send(event, event["type"])
 
     async def end(self, *, done: bool = False) -> web.StreamResponse:
         """Ends the stream; `done` with OpenAI's word for it."""
