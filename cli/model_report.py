@@ -72,14 +72,14 @@ def _form(found: Servable, quantize: str | None) -> str:
 
 
 def _texts(found: Servable) -> Iterator[Row]:
-    folder = found.checkpoint.folder
-    tokenizer = read_tokenizer(folder)
+    texts = found.checkpoint.texts
+    tokenizer = read_tokenizer(texts)
     size, vocab = tokenizer.get_vocab_size(), found.checkpoint.vocab_size
     more = "" if size <= vocab else f", of which the model knows {vocab}: it is of another model"
     yield "tokenizer", f"{size} tokens{more}"
     yield (
         "chat template",
-        "none: chats are refused; prompts as text work" if load_chat_template(folder) is None else "yes",
+        "none: chats are refused; prompts as text work" if load_chat_template(texts) is None else "yes",
     )
     ends = ", ".join(map(str, sorted(found.checkpoint.eos_token_ids)))
     yield "ends at", ends or "no token: answers run to max_tokens; set eos_token_id in generation_config.json"

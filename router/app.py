@@ -195,7 +195,7 @@ class Router:
 def _load_tokenization(config: RouterConfig, checkpoint: CheckpointInfo) -> Tokenization:
     """Reads the files that `config_fingerprint` is of. Raises CheckpointError if one has changed since, ConfigError."""
     template = None if config.chat_template is None else Path(config.chat_template)
-    tokenization = Tokenization.load(checkpoint.folder, template, checkpoint.eos_token_ids)
+    tokenization = Tokenization.load(checkpoint.texts, template, checkpoint.eos_token_ids)
     checkpoint.read.check()
     return tokenization
 

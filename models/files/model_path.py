@@ -59,8 +59,6 @@ def missing_tokenizer(folder: Path) -> str:
             f"python -c \"from transformers import AutoTokenizer as T; T.from_pretrained('{folder}')"
             f".save_pretrained('{folder}')\""
         )
-    if any(folder.glob(f"*{SUFFIX}")):
-        return f"{file}: no such file: put that of the model which the GGUF file was made from beside it"
     return f"{file}: no such file: download it with the rest of the model"
 
 
