@@ -1,12 +1,13 @@
 """`tandem serve`: routers and their workers as supervised child processes.
 
-start   routers → their addresses → workers → health SERVING → HTTP door, if any → `ready HOST:PORT` on stdout
+start   routers → their addresses → workers → health SERVING → `ready HOST:PORT` on stdout
 keep    a child that ends, whatever its code, or stands still is replaced
-stop    door → routers (NOT_SERVING at once, finish what runs) → workers → exit 0
+stop    routers (NOT_SERVING at once, finish what runs) → workers → exit 0
 second signal, or this process killed: every child ends at once
 
-One router listens on `--listen`. Several share it: the kernel deals connections out among them (SO_REUSEPORT). Each
-also listens on a port of its own, where all workers register. The routers know nothing of each other.
+One router listens on `--listen` and `--http`. Several share both: the kernel deals connections out among them
+(SO_REUSEPORT). Each also listens on a port of its own, where all workers register. The routers know nothing of each
+other.
 """
 
 from __future__ import annotations
@@ -21,16 +22,15 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from cli.command import Subparsers, add_command
-from cli.http_call import HttpHealth
-from cli.http_door import check_http
 from cli.launch import launch_command
-from cli.supervisor import START_TIMEOUT_S, Child, Connect, RestartPolicy, Supervisor, open_process
+from cli.supervisor import START_TIMEOUT_S, Child, RestartPolicy, Supervisor, open_process
 from kernels.cpu.core_loans import CoreLedger, CoreLoan
 from models.files.checkpoint import resolve_model
+from models.files.hub import fetched
 from models.preflight import check_loadable
 from shell import progress
 from shell.clock import MonotonicClock
-from shell.config import DEFAULT_ADMIN_ADDRESS, HttpDoorConfig, ServeConfig, add_arguments, argv_of, environment, load
+from shell.config import DEFAULT_ADMIN_ADDRESS, ServeConfig, add_arguments, argv_of, environment, load
 from shell.core_order import neighbouring_cores
 from shell.cores import plan_cores, share_all_cores
 from shell.gpus import DevicePlan, DeviceShare, find_gpus, plan_devices
@@ -41,7 +41,7 @@ from shell.telemetry.logging import configure_logging, get_logger
 from shell.telemetry.stderr_lines import write_line
 from tandem.client import AsyncClient
 from tandem.errors import ConfigError, TandemError
-from tandem.security.credentials import Outgoing, Security
+from tandem.security.credentials import Security
 from tandem.security.options import client_side
 
 _log = get_logger(__name__)
@@ -74,11 +74,12 @@ def run(namespace: argparse.Namespace) -> int:
     """Serves until a stop signal; returns the exit code. Raises ConfigError, CheckpointError."""
     config = load(ServeConfig, namespace)
     check_fleet(config)
-    check_http(config)
-    worker = config.decode_worker
-    check_loadable(resolve_model(worker.model), worker.model_impl)  # before children start, as the next line
     Security.load(config.router.security, config.router.ports)  # each child would find the same fault
     configure_logging("serve", config.router.log_format, config.router.log_level)
+    progress.show_in_log()
+    config = config.of_model(fetched(config.decode_worker.model))  # once, for all children
+    worker = config.decode_worker
+    check_loadable(resolve_model(worker.model), worker.model_impl)  # before children start
     devices = fleet_devices(config, find_gpus(environment().get("CUDA_VISIBLE_DEVICES")))
     check_host_memory(config, devices, available_host_bytes())
     return run_process(lambda stop: _serve(config, devices, stop))
@@ -103,7 +104,7 @@ class _Server:
         self._cores = neighbouring_cores()
         self._devices = devices
         self._routers: list[Supervisor] = []
-        self._http: Supervisor | None = None
+        self._http: str | None = None
         self._router_listens = [config.router.listen]
         """Own address of each router; later lives listen where the first one did."""
         self._shared_listen: str | None = None
@@ -132,13 +133,6 @@ class _Server:
                         pages.append((await client.status()).admin_address)
             for each in counting:  # one that left before it was ready is not waited for
                 each.cancel()
-        address = local_address(listen)
-        if self._config.http is not None:
-            spec = http_spec(self._config, self._config.http, address, self._cores)
-            outgoing = Outgoing.of_client(client_side(self._config.router.security), address)
-            connect = partial(HttpHealth, outgoing=outgoing, router=partial(self._connect, address))
-            self._http = self._supervise(spec, partial(self._start_child, spec), connect)
-            await self._http.address()
         scheme = "http" if self._config.router.security.tls_cert is None else "https"
         for address in filter(None, pages):
             _log.info("admin page", url=f"{scheme}://{address}/")
@@ -146,10 +140,12 @@ class _Server:
 
     async def _start_routers(self) -> str:
         """Returns the address for callers, once all routers listen. Raises ConfigError if it is in use."""
-        count = self._config.router_processes
+        count, http = self._config.router_processes, self._config.router.http
+        if http is not None:  # all routers, and later lives of each, are to have the same port
+            self._http = self._hold("--http", http) if count > 1 else _with_port(http)
         if count > 1:
-            self._shared_listen = self._hold(self._config.router.listen)
-            self._router_listens = [self._hold(_ANY_PORT) for _ in range(count)]
+            self._shared_listen = self._hold("--listen", self._config.router.listen)
+            self._router_listens = [self._hold("--listen", _ANY_PORT) for _ in range(count)]
         for index in range(count):
             self._routers.append(self._supervise(self._router_spec(index), partial(self._start_router, index)))
         self._router_listens = [await router.address() for router in self._routers]
@@ -159,9 +155,10 @@ class _Server:
         return self._start_child(self._router_spec(index))
 
     def _router_spec(self, index: int) -> ChildSpec:
-        return router_spec(self._config, self._cores, self._router_listens[index], self._shared_listen, index)
+        config = replace(self._config, router=replace(self._config.router, http=self._http))
+        return router_spec(config, self._cores, self._router_listens[index], self._shared_listen, index)
 
-    def _hold(self, listen: str) -> str:
+    def _hold(self, option: str, listen: str) -> str:
         """Keeps the port of `listen`, a free one instead of 0, for routers that share it; returns the address.
 
         Nothing arrives at the socket, as it does not listen.
@@ -170,16 +167,18 @@ class _Server:
         family, kind, _, _, address = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_STREAM)[0]
         held = self._held_ports.enter_context(socket.socket(family, kind))
         held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # connections of an earlier server may linger
         if is_taken(listen, shared=False):  # processes that share a port do not notice another server there
-            raise ConfigError("--listen", f"cannot listen on {listen}; is the port in use?")
-        held.bind(address)
+            raise ConfigError(option, f"cannot listen on {listen}; is the port in use?")
+        try:
+            held.bind(address)
+        except OSError as error:
+            raise ConfigError(option, f"cannot listen on {listen}: {error.strerror}") from error
         return f"{host}:{held.getsockname()[1]}"
 
     async def stop(self) -> None:
         """Ends the routers first, so that requests that run can finish on the workers."""
         self._stopping = True
-        if self._http is not None:
-            await self._http.stop()
         await asyncio.gather(*(router.stop() for router in self._routers))
         await asyncio.gather(*(worker.stop() for worker in self._workers))
         if self._ledger is not None:
@@ -188,13 +187,12 @@ class _Server:
 
     def kill(self) -> None:
         """Ends every child at once."""
-        for supervisor in (self._http, *self._routers, *self._workers):
-            if supervisor is not None:
-                supervisor.kill()
+        for supervisor in (*self._routers, *self._workers):
+            supervisor.kill()
 
-    def _supervise(self, spec: ChildSpec, start: Callable[[], Child], connect: Connect | None = None) -> Supervisor:
+    def _supervise(self, spec: ChildSpec, start: Callable[[], Child]) -> Supervisor:
         policy = RestartPolicy(MonotonicClock())
-        supervisor = Supervisor(spec.name, start, connect or self._connect, policy, spec.stop_grace_s)
+        supervisor = Supervisor(spec.name, start, self._connect, policy, spec.stop_grace_s)
         if self._stopping:  # a cancelled `start` goes on if Python 3.11's `wait_for` ends just then
             supervisor.kill()
         self._tasks.create_task(supervisor.run(), name=f"keep-{spec.name}")
@@ -209,6 +207,17 @@ class _Server:
         command = launch_command(spec.module, spec.arguments, spec.cores, spec.nice, spec.gpus, spec.loan)
         prefix = "" if self._config.router.log_format == "json" else f"{spec.name:<9} | "
         return Child(open_process(command), lambda line: write_line(f"{prefix}{line}"))
+
+
+def _with_port(listen: str) -> str:
+    """Returns HOST:PORT with a port that is free now in the place of 0."""
+    host, _, port = listen.rpartition(":")
+    if port != "0":
+        return listen
+    family, kind, _, _, address = socket.getaddrinfo(host.strip("[]"), 0, type=socket.SOCK_STREAM)[0]
+    with socket.socket(family, kind) as probe:
+        probe.bind(address)
+        return f"{host}:{probe.getsockname()[1]}"
 
 
 async def _call_when_ready(worker: Supervisor, started: progress.Step) -> None:
@@ -258,21 +267,6 @@ def router_spec(
     grace_s = router.drain_grace_s + STOP_MARGIN_S
     name = "router" if shared_listen is None else f"router-{index}"
     return ChildSpec(name, "router", tuple(argv_of(router)), tuple(cores), 0, grace_s)
-
-
-def http_spec(config: ServeConfig, listen: str, router: str, cores: Sequence[int]) -> ChildSpec:
-    """Returns the HTTP door in front of the router at `router`."""
-    template, as_json = config.router.chat_template, config.router.log_format == "json"
-    of_router = (*([f"chat-template={template}"] if template else ()), *(["log-json"] if as_json else ()))
-    door = HttpDoorConfig(
-        listen=listen,
-        router=router,
-        gateway=(*of_router, *config.http_gateway),
-        drain_grace_s=config.router.drain_grace_s,
-        max_receive_bytes=config.router.limits.max_message_bytes,
-        security=client_side(config.router.security),
-    )
-    return ChildSpec("http", "cli.http_door", tuple(argv_of(door)), tuple(cores), 0, door.drain_grace_s + STOP_MARGIN_S)
 
 
 def fleet_devices(config: ServeConfig, gpus: Sequence[str]) -> DevicePlan:

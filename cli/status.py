@@ -55,7 +55,7 @@ def run(namespace: argparse.Namespace) -> int:
     """Prints the status, once or until ctrl-C. Raises TandemError."""
     config = load(ClientConfig, namespace)
     try:
-        interval_s = None if namespace.watch is None else float(seconds(0.1, 3600)(namespace.watch))
+        interval_s = None if namespace.watch is None else float(seconds(0.1, 3600).parse(namespace.watch))
     except ValueError as error:
         raise ConfigError("--watch", f"{error} (got {namespace.watch!r})") from error
     with Client(config.target, security=config.security) as client:

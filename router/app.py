@@ -6,6 +6,8 @@ import asyncio
 import gc
 from collections.abc import Awaitable, Callable
 from contextlib import AsyncExitStack
+from dataclasses import replace
+from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
 from random import Random
@@ -13,6 +15,7 @@ from random import Random
 from opentelemetry.trace import Tracer
 
 from models.files.checkpoint import CheckpointInfo
+from models.files.hub import fetched
 from models.preflight import read_servable
 from router.admission import Admission, AdmissionQueue
 from router.delivery import Unread
@@ -36,6 +39,7 @@ from shell.admin.history import History
 from shell.admin.port import admin_port
 from shell.clock import Clock, MonotonicClock
 from shell.config import DEFAULT_ADMIN_ADDRESS, RouterConfig
+from shell.http.server import HttpServer
 from shell.rpc.process import StopSignal, run_process
 from shell.rpc.server import RpcServer, Service
 from shell.telemetry.events import ProcessEvents, RouterEvents, RouterListener
@@ -124,6 +128,7 @@ class Router:
             tracer=tracer,
             shared_listen=config.shared_listen,
         )
+        self._http = None if config.http is None else self._http_server(config.http, checkpoint, tracer)
 
     async def serve(self, until: Callable[[], Awaitable[None]], on_listening: Callable[[int], None]) -> None:
         """Serves until `until` returns; then finishes what runs, within the drain's grace."""
@@ -144,11 +149,40 @@ class Router:
             falls_back = self.config.admin_listen == DEFAULT_ADMIN_ADDRESS
             admin = admin_port(self.config.admin_listen, content, self._security.incoming, falls_back=falls_back)
             self.status.admin_address = await stack.enter_async_context(admin)
-            on_listening(await self._server.start())
+            port = await self._server.start()
+            if self._http is not None:
+                stack.push_async_callback(self._http.close)
+                await self._http.start()
+            on_listening(port)
             health = asyncio.create_task(self.status.announce(self._server), name="health")
             stack.callback(health.cancel)
             await _first_of(health, until)
-            await self._server.drain(self.config.drain_grace_s, self.entrance.begin_drain)
+            await self._server.drain(self.config.drain_grace_s, self.entrance.begin_drain, self._http_drained)
+
+    async def _http_drained(self) -> None:
+        if self._http is not None:
+            await self._http.drain()
+
+    def _http_server(self, listen: str, checkpoint: CheckpointInfo, tracer: Tracer | None) -> HttpServer:
+        # Only where it is wanted: the gRPC services need neither its modules nor msgspec.
+        from router.faces.openai.desk import Desk
+        from router.faces.openai.errors import error_response
+        from router.faces.openai.face import http_routes
+        from router.faces.parsers.formats import detect_format
+
+        answers = detect_format(self.tokenization.chat_template_source, self.tokenization.special_tokens)
+        desk = Desk(checkpoint, self.tokenization, self.entrance, self.status, answers, datetime.now(UTC))
+        return HttpServer(
+            listen,
+            http_routes(desk, self.metrics),
+            error_response,
+            incoming=self._security.incoming,
+            max_body_bytes=self.config.limits.max_message_bytes,
+            metrics=self.metrics,
+            tracer=tracer,
+            allowed_origins=self.config.http_origins,
+            shares_port=self.config.shared_listen is not None,
+        )
 
     def _services(self, checkpoint: CheckpointInfo, outgoing: Outgoing) -> tuple[Service, ...]:
         config, entrance, status = self.config, self.entrance, self.status
@@ -172,7 +206,7 @@ class Router:
 def _load_tokenization(config: RouterConfig, checkpoint: CheckpointInfo) -> Tokenization:
     """Reads the files that `config_fingerprint` is of. Raises CheckpointError if one has changed since, ConfigError."""
     template = None if config.chat_template is None else Path(config.chat_template)
-    tokenization = Tokenization.load(checkpoint.folder, template, checkpoint.eos_token_ids)
+    tokenization = Tokenization.load(checkpoint.texts, template, checkpoint.eos_token_ids)
     checkpoint.read.check()
     return tokenization
 
@@ -189,8 +223,9 @@ async def _first_of(health: asyncio.Task[None], until: Callable[[], Awaitable[No
 
 
 def run(config: RouterConfig) -> int:
-    """Runs the process until SIGTERM; returns its exit code. Raises ConfigError."""
+    """Runs the process until SIGTERM; returns its exit code. Raises ConfigError, CheckpointError."""
     configure_logging("router", config.log_format, config.log_level)
+    config = replace(config, model=fetched(config.model, weights=False))
 
     async def main(tracer: Tracer | None, stop: StopSignal) -> None:
         router = Router(config, tracer=tracer)

@@ -21,6 +21,8 @@ from jinja2.parser import Parser
 from jinja2.runtime import Macro
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from models.files.gguf import read_gguf
+from models.files.gguf_tokenizer import gguf_settings
 from router.request import ChatPrompt
 from tandem.errors import CheckpointError, InvalidRequest
 
@@ -114,6 +116,7 @@ class ChatTemplate:
 
     def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
         """Raises CheckpointError if `source` is not a template."""
+        self.source = source
         environment = ImmutableSandboxedEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, loopcontrols]
         )
@@ -151,6 +154,12 @@ class ChatTemplates:
     def __init__(self, templates: Mapping[str, ChatTemplate]) -> None:
         self._templates = templates
 
+    @property
+    def source(self) -> str | None:
+        """The text of the template for tools, else of the usual one."""
+        template = self._templates.get(_TOOL_USE) or self._templates.get(_DEFAULT)
+        return None if template is None else template.source
+
     def render(self, conversation: Conversation) -> str:
         """As the template that the conversation names, or else the one for what it holds. Raises InvalidRequest."""
         for_tools = bool(conversation.tools) and _TOOL_USE in self._templates
@@ -180,8 +189,11 @@ def _refusal(why: str, conversation: Conversation) -> str:
 
 
 def load_chat_template(path: Path, file: Path | None = None) -> ChatTemplates | None:
-    """The templates of a checkpoint folder, or that of `file`; None if there are none. Raises CheckpointError."""
-    config = _read_json(path / "tokenizer_config.json")
+    """The templates of a checkpoint folder or GGUF file, or that of `file`; None if there are none.
+
+    Raises CheckpointError.
+    """
+    config = gguf_settings(read_gguf(path)) if path.is_file() else _read_json(path / "tokenizer_config.json")
     sources = _template_sources(path, config) if file is None else {_DEFAULT: _read_template(file)}
     if not sources:
         return None

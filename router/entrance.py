@@ -180,8 +180,8 @@ class Entrance:
 
         Raises InvalidRequest, Overloaded.
         """
-        if prompt == TextPrompt(""):
-            return await self._tokenization.encode_text("")
+        if isinstance(prompt, TextPrompt) and not prompt.text:
+            return await self._tokenization.encode_text("", add_special_tokens=prompt.add_special_tokens)
         return await self._encode(prompt, None)
 
     async def detokenize(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str:
@@ -247,7 +247,8 @@ class Entrance:
     async def _encode(self, prompt: TextPrompt | ChatPrompt, max_tokens: int | None) -> tuple[TokenId, ...]:
         if isinstance(prompt, TextPrompt):
             self._validator.validate_prompt_bytes("text", len(prompt.text.encode()))
-            return await self._tokenization.encode_text(prompt.text, max_tokens)
+            special = prompt.add_special_tokens
+            return await self._tokenization.encode_text(prompt.text, max_tokens, add_special_tokens=special)
         self._validator.validate_chat_messages(len(prompt.messages))
         self._validator.validate_prompt_bytes("chat", num_bytes(prompt))
         return await self._tokenization.encode_chat(read_conversation(prompt), max_tokens)

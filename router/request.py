@@ -14,9 +14,10 @@ from router.sampling import SamplingRequest
 
 @dataclass(frozen=True, slots=True)
 class TextPrompt:
-    """Text, to be tokenized with the special tokens that the tokenizer adds."""
+    """Text, to be tokenized with the special tokens that the tokenizer adds, unless told otherwise."""
 
     text: str
+    add_special_tokens: bool = True
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,6 +20,12 @@ _LONGEST_PARTIAL_CHARACTER_TOKENS = 3
 _CONTEXT_TOKENS = 5
 """Tokens of the prompt's end: nearly always a token with text is among them."""
 _UNDECODABLE = "\ufffd"
+_PRINTABLE_BYTES = (*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100))
+BYTES_BY_CHARACTER = {
+    **{chr(byte): byte for byte in _PRINTABLE_BYTES},
+    **{chr(256 + index): byte for index, byte in enumerate(sorted(set(range(256)) - set(_PRINTABLE_BYTES)))},
+}
+"""Bytes by the characters that vocabularies of byte-level tokenizers write them as, since GPT-2."""
 
 
 class WholeTokens:

@@ -1,4 +1,4 @@
-"""Turns text into tokens and back, with the checkpoint's own tokenizer.json.
+"""Turns text into tokens and back, with the checkpoint's own tokenizer.
 
 Gives what `transformers` gives: text prompts with the special tokens that the tokenizer adds,
 chats rendered by their template without. Long texts are done in threads, small ones first, a bounded
@@ -19,7 +19,7 @@ from tokenizers import Tokenizer
 from models.files.tokenizer_file import read_tokenizer
 from router.chat_template import ChatTemplates, Conversation, load_chat_template
 from router.lane import Lane
-from router.text import Detokenizer, WholeTokens
+from router.text import BYTES_BY_CHARACTER, Detokenizer, WholeTokens
 from tandem.errors import InvalidRequest, Overloaded
 from tandem.types import TokenId
 
@@ -40,6 +40,7 @@ _SLICE_TOKENS = 4096
 """Tokens described at a time: between two slices other threads of the router may run."""
 _PIECE_CHARACTERS = 64 * 1024
 _CUT = re.compile(r"[!-~](?= )")
+_BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 _SPANNING = re.compile(r"[!-~][ Ġ▁]")
 """A token with a space inside, as tokenizers write a space."""
 _PROBE = (
@@ -76,7 +77,7 @@ class Tokenization:
     def load(
         cls, path: Path, chat_template: Path | None = None, ends: frozenset[TokenId] = frozenset()
     ) -> Tokenization:
-        """Reads a checkpoint folder; the file `chat_template`, if given, takes the place of its template.
+        """Reads a checkpoint folder or GGUF file; the file `chat_template`, if given, takes the place of its template.
 
         Raises CheckpointError that names the file.
         """
@@ -87,13 +88,25 @@ class Tokenization:
         """Whether chats can be rendered."""
         return self._chat_template is not None
 
-    async def encode_text(self, text: str, max_tokens: int | None = None) -> tuple[TokenId, ...]:
-        """Returns the tokens of a text prompt, with the special tokens that the tokenizer adds.
+    @property
+    def chat_template_source(self) -> str | None:
+        """The text of the template that chats with tools are rendered by; None = there is none."""
+        return None if self._chat_template is None else self._chat_template.source
+
+    @property
+    def special_tokens(self) -> frozenset[str]:
+        """Texts of the tokens that are left out of answers."""
+        return frozenset(filter(None, map(self._tokenizer.id_to_token, self._special_ids)))
+
+    async def encode_text(
+        self, text: str, max_tokens: int | None = None, *, add_special_tokens: bool = True
+    ) -> tuple[TokenId, ...]:
+        """Returns the tokens of a text prompt, with the special tokens that the tokenizer adds, unless told otherwise.
 
         Raises InvalidRequest for a text too long for `max_tokens` of the longest token, before the work
         (it may give more of shorter ones), and Overloaded.
         """
-        return await self._encode(text, max_tokens, add_special_tokens=True)
+        return await self._encode(text, max_tokens, add_special_tokens=add_special_tokens)
 
     async def encode_chat(self, conversation: Conversation, max_tokens: int | None = None) -> tuple[TokenId, ...]:
         """Returns the tokens of a conversation up to where the assistant speaks. Raises as `encode_text`."""
@@ -113,6 +126,15 @@ class Tokenization:
             return text
 
         return await self._run(num_bytes, decode)
+
+    def token_bytes(self, token_id: TokenId) -> bytes:
+        """Returns the text of one token as UTF-8, of which a token may hold a part; empty for an unknown id."""
+        token = self._tokenizer.id_to_token(token_id) or ""
+        if self._whole is not None and token and all(each in BYTES_BY_CHARACTER for each in token):
+            return bytes(BYTES_BY_CHARACTER[each] for each in token)
+        if match := _BYTE_TOKEN.fullmatch(token):
+            return bytes.fromhex(match[1])
+        return token.replace("▁", " ").encode()
 
     async def describe(
         self, token_ids: Sequence[TokenId], take: Callable[[Sequence[TokenId], Sequence[str]], None]

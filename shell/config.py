@@ -10,7 +10,7 @@ from __future__ import annotations
 import argparse
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, TypeVar
 
@@ -25,12 +25,11 @@ from shell.worker_config import (
     WorkerConfig,
     admin_option,
     config_option,
-    drain_grace_option,
 )
 from tandem import options
 from tandem.client_config import DEFAULT_ADDRESS, ClientConfig
 from tandem.limits import Limits
-from tandem.option_values import OneOf, host_port, integer, seconds, size_bytes, text
+from tandem.option_values import host_port, integer, one_of, seconds, size_bytes, text
 from tandem.options import Given, Section, argv_of, check_known, grouped, load_options, option, options_of
 from tandem.security.options import ClientSecurityConfig, SecurityConfig
 
@@ -40,7 +39,6 @@ __all__ = [
     "ClientSecurityConfig",
     "DecodeConfig",
     "ElasticConfig",
-    "HttpDoorConfig",
     "Limits",
     "PrefillConfig",
     "RouterConfig",
@@ -76,16 +74,20 @@ class RouterConfig(ProcessConfig):
         "served-model-name",
         (),
         "what clients call the model, the first is told them; none: the name of its folder",
-        text(r"\S{1,256}", "1 to 256 characters without spaces"),
+        text(r"\S{1,256}", "1 to 256 characters without spaces", "NAME"),
     )
     chat_template: str | None = _model(
-        "chat-template", None, "file with the Jinja template of chats; none: the model's own", none_word="none"
+        "chat-template",
+        None,
+        "file with the Jinja template of chats; none: the model's own",
+        text(shown="FILE"),
+        none_word="none",
     )
     model_fingerprint: str | None = _model(
         "model-fingerprint",
         None,
         "requests go only to workers whose model fingerprint begins so; none: to the largest set of equal workers",
-        text(r"[0-9a-f]{8,64}", "8 to 64 hexadecimal digits"),
+        text(r"[0-9a-f]{8,64}", "8 to 64 hexadecimal digits", "HEX"),
         none_word="none",
     )
     listen: str = _address("listen", DEFAULT_ADDRESS, "address to serve on", host_port(port_zero=True))
@@ -98,6 +100,19 @@ class RouterConfig(ProcessConfig):
         "--listen of its own, where workers register; `tandem serve --router-processes` sets both",
         host_port(),
         none_word="none",
+    )
+    http: str | None = _address(
+        "http",
+        None,
+        "address at which OpenAI's and Anthropic's APIs are served over HTTP; --tls-cert and --token-file hold there",
+        host_port(port_zero=True),
+        none_word="none",
+    )
+    http_origins: tuple[str, ...] = _address(
+        "http-origins",
+        (),
+        "web origins whose pages may call the HTTP port from a browser, such as https://chat.example; * = all",
+        text(r"\*|https?://[^\s/,]+", "an origin such as https://chat.example, or *", "ORIGIN"),
     )
     max_queued_requests: int = _queue(
         "max-queued-requests", 1024, "requests that may wait for admission", integer(0, 1_000_000)
@@ -133,7 +148,7 @@ class RouterConfig(ProcessConfig):
         "how long a request waits, as far as its deadline allows, for workers that are missing or were lost",
         seconds(0, 3600),
     )
-    fallback: str = _queue("fallback", "fail", "without prefill workers: fail, local", OneOf("fail", "local"))
+    fallback: str = _queue("fallback", "fail", "without prefill workers: fail, local", one_of("fail", "local"))
     max_priority: int = _queue(
         "max-priority",
         0,
@@ -147,28 +162,13 @@ class RouterConfig(ProcessConfig):
     def ports(self) -> Ports:
         """Returns where the router listens."""
         own = (("--listen", self.listen), ("--admin-listen", self.admin_listen))
-        return (*own, ("--shared-listen", self.shared_listen))
+        return (*own, ("--shared-listen", self.shared_listen), ("--http", self.http))
 
 
 _SET_BY_SERVE = (
     *("listen", "router", "advertise", "worker_id", "device", "admin_listen", "kv_port", "device_workers"),
     *("host_workers", "kv_events", "kv_events_topic", "elastic", "config_file"),
 )
-_GATEWAY = (
-    *("parser", "tool-call-parser", "reasoning-parser", "chat-template", "log-json"),
-    *("enable-trace", "otlp-traces-endpoint", "cors-allowed-origins"),
-)
-
-
-def _gateway_option(name: str) -> Any:
-    """Options of smg that are passed on: those that change neither whom it calls nor who may call it."""
-    return _fleet(
-        name,
-        (),
-        f"options of the gateway smg, each as NAME or NAME=VALUE, of {', '.join(_GATEWAY)}; --chat-template and "
-        "--log-format json reach it too",
-        text(rf"({'|'.join(_GATEWAY)})(=.+)?", f"NAME or NAME=VALUE with one of {', '.join(_GATEWAY)}"),
-    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -207,17 +207,9 @@ class ServeConfig:
         text(
             r"auto|cpu|cuda(:\d{1,4})?|(GPU|MIG)-[\w/-]{1,100}",
             "auto, cpu, cuda, cuda:I, or a UUID that begins with GPU- or MIG-",
+            "DEVICE",
         ),
     )
-    http: str | None = _address(
-        "http",
-        None,
-        "address at which the gateway smg serves OpenAI's and Anthropic's APIs over HTTP; with --tls-cert by TLS, with "
-        "--token-file callers bring its first token as their key",
-        host_port(port_zero=True),
-        none_word="none",
-    )
-    http_gateway: tuple[str, ...] = _gateway_option("http-gateway")
     router_processes: int = _fleet(
         "router-processes", 1, "routers, each a process, which share the port of --listen", integer(1, 64)
     )
@@ -230,19 +222,14 @@ class ServeConfig:
         """Whether its workers have static roles."""
         return self.num_prefill is not None or self.num_decode is not None
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class HttpDoorConfig:
-    """`python -m cli.http_door`, which `tandem serve` starts."""
-
-    listen: str = _address("listen", "127.0.0.1:0", "address to serve on", host_port(port_zero=True))
-    router: str = _address("router", DEFAULT_ADDRESS, "address of the router", host_port())
-    gateway: tuple[str, ...] = _gateway_option("gateway")
-    drain_grace_s: float = drain_grace_option()
-    max_receive_bytes: int = option(
-        Section.LIMITS, "max-receive-bytes", Limits().max_message_bytes, "largest gRPC message passed on", integer(1)
-    )
-    security: ClientSecurityConfig = grouped(ClientSecurityConfig)
+    def of_model(self, model: str) -> ServeConfig:
+        """The same with another `--model`."""
+        return replace(
+            self,
+            router=replace(self.router, model=model),
+            prefill_worker=replace(self.prefill_worker, model=model),
+            decode_worker=replace(self.decode_worker, model=model),
+        )
 
 
 _ALL: tuple[type[Any], ...] = (RouterConfig, PrefillConfig, DecodeConfig, ElasticConfig, ServeConfig, ClientConfig)

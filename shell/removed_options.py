@@ -8,6 +8,7 @@ REMOVED: Mapping[str, str] = {
     "core-loan": "tandem serve lends cores",
     "decode-devices": "give --device a list, prefill workers first",
     "disk-cache-memory": "say --disk-cache DIR=SIZE",
+    "http-gateway": "the router itself serves --http; docs/clients.md says how to put a gateway in front",
     "kv-events-format": "KV events are maps",
     "kv-events-replay": "give --kv-events two addresses, the second for replays",
     "lease-seconds": "a silent peer is lost after 5 s",

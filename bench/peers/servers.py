@@ -15,9 +15,10 @@ from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from bench.peers.vllm_server import VllmServer, VllmStreams
+from bench.peers.vllm_server import MODEL, VllmServer
 from bench.support.checkpoints import CONTEXT_TOKENS
 from bench.support.cluster import serve
+from bench.support.http_streams import HttpStreams
 from bench.support.streams import StreamClient, TandemStreams, fresh_prompts, tokens_per_s
 from tandem.client import AsyncClient
 
@@ -130,7 +131,7 @@ async def vllm_turns(model: Path, cores: Sequence[int], vllm_python: Path) -> As
     server = await asyncio.to_thread(VllmServer, model, cores, vllm_python, CONTEXT_TOKENS)
     try:
         await server.wait_ready()
-        client = VllmStreams(server)
+        client = HttpStreams(server.port, MODEL)
 
         @contextlib.asynccontextmanager
         async def turn() -> AsyncIterator[StreamClient]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import grpc.aio
@@ -38,6 +38,9 @@ _UNLIMITED_S = 1e7
 _CLEANUP_S = 2.0
 """Given to handlers' `finally` after their calls were cancelled."""
 _PLAIN = Incoming()
+
+
+async def _nothing() -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,10 +140,16 @@ class RpcServer:
         if self._health.serving != before:
             _log.info("serving" if serving else "not serving", listen=self._listen)
 
-    async def drain(self, grace_s: float, refuse: Callable[[], None] = lambda: None) -> None:
+    async def drain(
+        self,
+        grace_s: float,
+        refuse: Callable[[], None] = lambda: None,
+        others: Callable[[], Awaitable[None]] = _nothing,
+    ) -> None:
         """NOT_SERVING at once; then takes no new calls and waits for running ones, `grace_s` at most. Idempotent.
 
         `refuse` is called once clients were told to call elsewhere, for what still comes on streams left open.
+        `others` is waited for too: work of the process that did not come by gRPC and needs its long-lived streams.
         """
         server, self._server = self._server, None
         self._health.close()
@@ -154,7 +163,7 @@ class RpcServer:
             await asyncio.sleep(0)  # it is under way
             refuse()
             async with asyncio.timeout(grace_s):
-                await self._guard.idle()
+                await asyncio.gather(self._guard.idle(), others())
         except TimeoutError:
             _log.warning("calls still running at the end of the drain", grace_s=grace_s)
         finally:

@@ -74,6 +74,15 @@ GRPC_IN_FLIGHT = _everywhere(
 
 # --- router ---
 
+HTTP_REQUESTS = _router(
+    "tandem_http_requests_total",
+    "HTTP requests that the router answered, by route and status; cancelled = the caller left.",
+    labels={"route": (), "code": ()},
+)
+HTTP_IN_FLIGHT = _router(
+    "tandem_http_requests_in_flight", "HTTP requests that the router is answering, by route.", labels={"route": ()}
+)
+
 OUTCOMES = (*(str(each) for each in FinishReason), "failed", "cancelled")
 WORKER_STATES = ("ready", "set_apart", "set_aside", "draining", "stalled", "unreachable")
 

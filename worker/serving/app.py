@@ -26,6 +26,7 @@ from kvtransfer.base import DeviceMemory, Fingerprints, PoolMemory
 from kvtransfer.sender import KvSender
 from kvtransfer.transports import choose
 from models.files.checkpoint import CheckpointInfo
+from models.files.hub import fetched
 from models.preflight import read_servable
 from shell.clock import MonotonicClock
 from shell.config import WorkerConfig
@@ -69,10 +70,11 @@ Instead of Python's 5 ms: on an H200, 32 and 64 streams of an 8B model get 4 and
 
 
 def run_worker(role: Role, config: C, serve: Callable[[C, Tracer | None, StopSignal], Awaitable[None]]) -> int:
-    """Runs a worker's process until a stop is asked for; returns its exit code."""
+    """Runs a worker's process until a stop is asked for; returns its exit code. Raises CheckpointError, ConfigError."""
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     configure_logging(role.value, config.log_format, config.log_level)
     show_in_log()
+    config = replace(config, model=fetched(config.model))
     with tracing(f"tandem-{role.value}", config.worker_id) as tracer:
         return run_process(partial(serve, config, tracer))
 

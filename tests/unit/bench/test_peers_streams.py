@@ -4,7 +4,7 @@ import time
 import pytest
 
 from bench.peers.burst import Burst, BurstShape, measure_burst
-from bench.peers.vllm_server import chunks, events
+from bench.support.http_streams import chunks, events
 from bench.support.streams import Arrivals, MissingTokens, OnFirst, Prompt, Stream
 
 

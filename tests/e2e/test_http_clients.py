@@ -8,10 +8,7 @@ import re
 import signal
 import subprocess
 import sys
-import urllib.error
-import urllib.request
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +20,7 @@ from bench.support.cluster import Cluster, becomes_idle, eventually, serve
 from bench.support.processes import children
 from tandem.client import Client
 from tests.at_rest import nothing_runs
+from tests.http_address import http_address
 
 README = (Path(__file__).parents[2] / "README.md").read_text()
 CHAT = [{"role": "user", "content": "Tell me a story."}]
@@ -46,17 +44,7 @@ def cluster() -> Iterator[Cluster]:
 
 @pytest.fixture(scope="module")
 def base_url(cluster: Cluster) -> str:
-    return f"http://{door_of(cluster)}"
-
-
-def door_of(cluster: Cluster) -> str:
-    """The address that its log names, in either format."""
-
-    def told() -> list[str]:
-        return re.findall(r'child[=": ]+http\W+address[=": ]+([\d.:]+)', "\n".join(cluster.log))
-
-    assert eventually(told)
-    return told()[0]
+    return f"http://{http_address(cluster)}"
 
 
 @pytest.fixture
@@ -134,6 +122,63 @@ def test_a_required_tool_is_called(client: openai.OpenAI, messages: Any) -> None
     assert used.name == "weather"
 
 
+def test_a_streamed_call_is_the_whole_one_in_pieces(client: openai.OpenAI, messages: Any) -> None:
+    tool = {"type": "function", "function": {"name": "weather", "parameters": CITY}}
+    chunks = list(
+        client.chat.completions.create(
+            messages=CHAT, max_tokens=800, tools=[tool], tool_choice="required", stream=True, **GREEDY
+        )
+    )
+    deltas = [call for chunk in chunks for call in chunk.choices[0].delta.tool_calls or []]
+    assert (deltas[0].index, deltas[0].function.name) == (0, "weather")
+    assert json.loads("".join(each.function.arguments or "" for each in deltas))["city"] in {"Paris", "Rome"}
+    assert chunks[-1].choices[0].finish_reason == "tool_calls"
+    tools = [{"name": "weather", "input_schema": CITY}]
+    with messages.stream(
+        messages=CHAT, max_tokens=800, tools=tools, tool_choice={"type": "tool", "name": "weather"}, **GREEDY_MESSAGES
+    ) as stream:
+        said = stream.get_final_message()
+    assert said.stop_reason == "tool_use"
+    assert said.content[0].input["city"] in {"Paris", "Rome"}
+    called = client.responses.create(
+        input="Where?",
+        tools=[{"type": "function", **tool["function"]}],
+        tool_choice={"type": "function", "name": "weather"},
+        max_output_tokens=400,
+        **GREEDY,
+    )
+    (item,) = called.output
+    assert (item.type, item.name) == ("function_call", "weather")
+
+
+def test_a_conversation_with_calls_and_results_goes_on(client: openai.OpenAI, messages: Any) -> None:
+    """The same conversation in the words of the three APIs has the same prompt."""
+    call = {"id": "c1", "type": "function", "function": {"name": "weather", "arguments": '{"city": "Rome"}'}}
+    turns = [
+        *CHAT,
+        {"role": "assistant", "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "c1", "content": "dry"},
+    ]
+    chat = client.chat.completions.create(messages=turns, max_tokens=8, **GREEDY)
+    used = {"type": "tool_use", "id": "c1", "name": "weather", "input": {"city": "Rome"}}
+    told = [
+        *CHAT,
+        {"role": "assistant", "content": [used]},
+        {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "c1", "content": "dry"}]},
+    ]
+    message = messages.create(messages=told, max_tokens=8, **GREEDY_MESSAGES)
+    items = [
+        *CHAT,
+        {"type": "function_call", "call_id": "c1", "name": "weather", "arguments": '{"city": "Rome"}'},
+        {"type": "function_call_output", "call_id": "c1", "output": "dry"},
+    ]
+    response = client.responses.create(input=items, max_output_tokens=8, **GREEDY)
+    assert chat.choices[0].message.content == message.content[0].text == response.output_text
+    assert chat.usage is not None
+    counted = messages.count_tokens(model="demo", messages=told).input_tokens
+    assert chat.usage.prompt_tokens == response.usage.input_tokens == counted
+
+
 def test_anthropics_messages(messages: Any, client: openai.OpenAI) -> None:
     whole = client.chat.completions.create(messages=CHAT, max_tokens=16, **GREEDY).choices[0].message.content
     assert messages.create(messages=CHAT, max_tokens=16, **GREEDY_MESSAGES).content[0].text == whole
@@ -174,97 +219,14 @@ def test_a_caller_that_leaves_cancels(client: openai.OpenAI, cluster: Cluster) -
         assert becomes_idle(direct)
 
 
-@pytest.mark.parametrize(
-    ("method", "path"),
-    [("GET", "/workers"), ("POST", "/workers"), ("DELETE", "/workers/1"), ("POST", "/flush_cache"), ("POST", "/wasm")],
-)
-def test_nobody_may_change_whom_the_gateway_calls(base_url: str, method: str, path: str) -> None:
-    body = None if method == "GET" else b'{"url": "grpc://127.0.0.1:1"}'
-    request = urllib.request.Request(base_url + path, body, {"Content-Type": "application/json"}, method=method)
-    with pytest.raises(urllib.error.HTTPError, match="401") as refused:
-        urllib.request.urlopen(request, timeout=30)
-    refused.value.close()
+def test_after_a_router_was_away_requests_are_served_again(client: openai.OpenAI, cluster: Cluster) -> None:
+    """At the same address."""
+    os.kill(children(cluster.process.pid)["router"], signal.SIGKILL)
 
-
-def test_after_a_router_was_away_requests_are_served_at_once(client: openai.OpenAI, cluster: Cluster) -> None:
-    """A circuit breaker would refuse them for a minute."""
-
-    def ends_well(_: object = None) -> bool:
+    def ends_well() -> bool:
         try:
             return bool(client.completions.create(prompt="Once", max_tokens=2, **GREEDY).choices)
         except openai.APIError:
             return False
 
-    def some_fail() -> bool:
-        """The first time the router is back before the gateway's last try."""
-        if (router := children(cluster.process.pid).get("router")) is not None:
-            os.kill(router, signal.SIGKILL)
-        with ThreadPoolExecutor(16) as pool:
-            return not all(list(pool.map(ends_well, range(16))))
-
-    assert eventually(some_fail, 30)
     assert eventually(ends_well, 30)
-
-
-LACKS = {
-    "/version": ({}, 404),
-    "/metrics": ({}, 404),
-    "/v1/tokenize": ({"prompt": "Once"}, 200),
-    "/tokenize": ({"prompt": "Once"}, 404),
-    "/engine_metrics": ({}, 500),
-    "/parse/reasoning": ({"text": "a"}, 401),
-    "/v1/embeddings": ({"input": "Once"}, 501),
-    "/score": ({"text_1": "a", "text_2": "b"}, 404),
-    "/v1/completions": ({"prompt": [5, 6, 7], "max_tokens": 1}, 400),
-}
-"""Paths with what is sent there, and the answer's status."""
-
-
-@pytest.mark.parametrize("path", LACKS)
-def test_what_the_gateway_lacks_is_as_the_page_says(base_url: str, path: str) -> None:
-    fields, status = LACKS[path]
-    body = json.dumps({"model": "demo", **fields}).encode() if fields else None
-    request = urllib.request.Request(base_url + path, body, {"Content-Type": "application/json"})
-    try:
-        with urllib.request.urlopen(request, timeout=30) as answer:
-            found = answer.status
-    except urllib.error.HTTPError as error:
-        with error:
-            found = error.code
-    assert found == status
-
-
-def test_a_field_that_the_gateway_does_not_know_is_not_heeded(client: openai.OpenAI) -> None:
-    asked = {"max_tokens": 8, "prompt": "Once", **GREEDY}
-    plain = client.completions.create(**asked).choices[0].text
-    unknown = {"structured_outputs": {"regex": "[0-9]+"}}
-    assert client.completions.create(**asked, extra_body=unknown).choices[0].text == plain
-    followed = client.completions.create(**asked, extra_body={"regex": "[0-9]+"}).choices[0].text
-    assert re.fullmatch("[0-9]+", followed)
-
-
-def test_the_gateway_has_the_routers_template_and_log_format_and_options_of_its_own(tmp_path: Path) -> None:
-    template = tmp_path / "chat.jinja"
-    template.write_text("{% for message in messages %}{{ message.content }} Once upon a time{% endfor %}")
-    gateway = ("--http-gateway", "cors-allowed-origins=https://a.example")
-    with serve(
-        *("demo", "--http", "127.0.0.1:0", "--chat-template", str(template), "--log-format", "json", *gateway)
-    ) as cluster:
-        address = door_of(cluster)
-        headers = {"Origin": "https://a.example", "Access-Control-Request-Method": "POST"}
-        preflight = urllib.request.Request(f"http://{address}/v1/models", None, headers, method="OPTIONS")
-        with urllib.request.urlopen(preflight, timeout=30) as allowed:
-            assert allowed.headers["Access-Control-Allow-Origin"] == "https://a.example"
-        with (
-            openai.OpenAI(base_url=f"http://{address}/v1", api_key="none", max_retries=0, timeout=60) as client,
-            Client(cluster.target) as direct,
-        ):
-            answer = client.chat.completions.create(messages=CHAT, max_tokens=8, **GREEDY)
-            expected = direct.complete(messages=CHAT, max_tokens=8, temperature=0.0)
-            assert answer.usage is not None
-            assert answer.usage.prompt_tokens == expected.usage.prompt_tokens
-            assert answer.choices[0].message.content == expected.text
-            with pytest.raises(openai.NotFoundError):
-                client.chat.completions.create(messages=CHAT, **(GREEDY | {"model": "nobody"}))
-        assert eventually(lambda: any("client error" in line for line in cluster.log))
-        assert all(json.loads(line) for line in cluster.log)

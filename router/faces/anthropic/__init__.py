@@ -1,0 +1,1 @@
+"""Anthropic's Messages API over HTTP, over the router's entrance."""

@@ -1,0 +1,1 @@
+"""HTTP for callers: the server around the routes of a face, as `shell.rpc` is around gRPC services."""
