@@ -104,7 +104,7 @@ class _Export:
 def _interval_s(environ: Mapping[str, str]) -> float:
     """Raises ValueError that names the variable."""
     try:
-        interval_ms: float = number(1, 86_400_000)(environ.get(INTERVAL, "").strip() or _INTERVAL_MS)
+        interval_ms: float = number(1, 86_400_000).parse(environ.get(INTERVAL, "").strip() or _INTERVAL_MS)
     except ValueError as error:
         raise ValueError(f"{INTERVAL} {error}") from error
     return interval_ms / 1000
