@@ -126,7 +126,7 @@ def _kernels(dtype: DType, config: DecodeConfig) -> Iterator[Row]:
     device = resolve_device(config.device)
     kernels = select_kernels(config.attention_backend, device, torch_dtype(dtype), config.cpu_tier)
     yield "kernels", f"{kernels.name} on {device}, operations by {kernels.operations.name}"
-    yield "transports", ", ".join(transports.choose(config.transport, device))
+    yield "transports", ", ".join(transports.choose(config.transport, device)[0])
 
 
 def _dtype(path: Path, config: DecodeConfig) -> DType:

@@ -30,7 +30,7 @@ from models.files.hub import fetched
 from models.preflight import check_loadable
 from shell import progress
 from shell.clock import MonotonicClock
-from shell.config import ServeConfig, add_arguments, argv_of, environment, load
+from shell.config import DEFAULT_ADMIN_ADDRESS, ServeConfig, add_arguments, argv_of, environment, load
 from shell.core_order import neighbouring_cores
 from shell.cores import plan_cores, share_all_cores
 from shell.gpus import DevicePlan, DeviceShare, find_gpus, plan_devices
@@ -40,7 +40,7 @@ from shell.rpc.process import StopSignal, run_process
 from shell.telemetry.logging import configure_logging, get_logger
 from shell.telemetry.stderr_lines import write_line
 from tandem.client import AsyncClient
-from tandem.errors import ConfigError
+from tandem.errors import ConfigError, TandemError
 from tandem.security.credentials import Security
 from tandem.security.options import client_side
 
@@ -117,6 +117,7 @@ class _Server:
     async def start(self) -> None:
         """Returns once the ready line is printed; a child's failure ends the task group instead."""
         num_workers = len(self._devices.prefill) + len(self._devices.decode)
+        pages: list[str] = []
         with progress.steps("starting", 1 + num_workers) as started:
             listen = await self._start_routers()
             started()
@@ -128,8 +129,13 @@ class _Server:
             for router in self._routers:
                 async with self._connect(await router.address()) as client:
                     await client.wait_ready(START_TIMEOUT_S)
+                    with contextlib.suppress(TandemError):  # it is restarted
+                        pages.append((await client.status()).admin_address)
             for each in counting:  # one that left before it was ready is not waited for
                 each.cancel()
+        scheme = "http" if self._config.router.security.tls_cert is None else "https"
+        for address in filter(None, pages):
+            _log.info("admin page", url=f"{scheme}://{address}/")
         print(f"ready {listen}", flush=True)
 
     async def _start_routers(self) -> str:
@@ -248,10 +254,15 @@ def router_spec(
 ) -> ChildSpec:
     """Returns a router on all cores: it computes little, but must answer promptly.
 
-    `index`: number of the router; an admin port that is given goes up by one from each router to the next.
+    `index`: number of the router; an admin port that is given goes up by one from each router to the next. The default
+    is the first router's.
     """
-    host, _, port = (config.router.admin_listen or "").rpartition(":")
-    admin_listen = f"{host}:{int(port) + index}" if port not in ("", "0") else config.router.admin_listen
+    admin_listen = config.router.admin_listen
+    host, _, port = (admin_listen or "").rpartition(":")
+    if index and admin_listen == DEFAULT_ADMIN_ADDRESS:
+        admin_listen = _ANY_PORT
+    elif port not in ("", "0"):
+        admin_listen = f"{host}:{int(port) + index}"
     router = replace(config.router, listen=listen, shared_listen=shared_listen, admin_listen=admin_listen)
     grace_s = router.drain_grace_s + STOP_MARGIN_S
     name = "router" if shared_listen is None else f"router-{index}"

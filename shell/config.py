@@ -23,6 +23,7 @@ from shell.worker_config import (
     PrefillConfig,
     ProcessConfig,
     WorkerConfig,
+    admin_option,
     config_option,
 )
 from tandem import options
@@ -51,6 +52,8 @@ __all__ = [
     "show_gpus",
 ]
 
+DEFAULT_ADMIN_ADDRESS = "127.0.0.1:9090"
+"""A router's, as in every manifest; where another process has it, the router takes any free port."""
 _VISIBLE_GPUS = "CUDA_VISIBLE_DEVICES"
 _CORE_LOAN = "TANDEM_CORE_LOAN"
 """Set by `tandem serve` for its workers alone; not an option."""
@@ -88,6 +91,7 @@ class RouterConfig(ProcessConfig):
         none_word="none",
     )
     listen: str = _address("listen", DEFAULT_ADDRESS, "address to serve on", host_port(port_zero=True))
+    admin_listen: str | None = admin_option(DEFAULT_ADMIN_ADDRESS)
     shared_listen: str | None = option(
         Section.INTERNAL,
         "shared-listen",

@@ -54,6 +54,7 @@ _PATTERNS = (
 )
 _EPOCH = (1980, 1, 1, 0, 0, 0)
 """The earliest time that a ZIP entry can have."""
+_PROBES = ("HealthCheck", "GetModelInfo", "GetServerInfo", "GetLoads")
 _REFUSED = {
     "Embed": "the model generates text and has no embeddings",
     "FlushCache": "workers drop cached prefixes when they need room; requests of a new cache salt find none",
@@ -192,7 +193,7 @@ class VllmServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
     def _load(self, status: ClusterStatus) -> pb.SchedulerLoad:
         pools = [worker.load.pool for worker in status.workers if worker.info.role.decodes]
         total = sum(pool.total * pool.block_size for pool in pools)
-        used = sum((pool.total - pool.free - pool.cached) * pool.block_size for pool in pools)
+        used = sum(pool.num_used * pool.block_size for pool in pools)
         return pb.SchedulerLoad(
             num_running_reqs=status.active_requests,
             num_waiting_reqs=status.queued_requests,
@@ -264,5 +265,5 @@ def _chunks(data: bytes) -> Iterator[smg_common_pb2.GetTokenizerChunk]:
 def vllm_service(servicer: VllmServicer) -> Service:
     """With what of the protocol is refused by name."""
     return partial_service(
-        SERVICE_NAME, partial(vllm_engine_pb2_grpc.add_VllmEngineServicer_to_server, servicer), _REFUSED
+        SERVICE_NAME, partial(vllm_engine_pb2_grpc.add_VllmEngineServicer_to_server, servicer), _REFUSED, _PROBES
     )
