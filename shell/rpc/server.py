@@ -163,7 +163,8 @@ class RpcServer:
             await asyncio.sleep(0)  # it is under way
             refuse()
             async with asyncio.timeout(grace_s):
-                await asyncio.gather(self._guard.idle(), others())
+                await others()
+                await self._guard.idle()
         except TimeoutError:
             _log.warning("calls still running at the end of the drain", grace_s=grace_s)
         finally:
