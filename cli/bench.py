@@ -37,7 +37,7 @@ def add_parser(subparsers: Subparsers) -> None:
     parser.add_argument(
         "--lengths", choices=("fixed", "exponential"), default="fixed", help="how lengths are distributed [fixed]"
     )
-    parser.add_argument("--seed", type=natural, default=0, help="same seed, same arrivals and prompts [0]")
+    parser.add_argument("--seed", type=natural, default=0, metavar="N", help="same seed, same arrivals and prompts [0]")
     parser.add_argument("--slo-ttft-ms", type=positive, metavar="MS", help="goodput: first token within this")
     parser.add_argument("--slo-itl-ms", type=positive, metavar="MS", help="goodput: p99 of a request's ITL within this")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures and every request as JSON")

@@ -30,12 +30,15 @@ def add_parser(subparsers: Subparsers) -> None:
     parser.add_argument("--chat", action="store_true", help="send the prompt as a user's message, with chat template")
     parser.add_argument("--json", action="store_true", help="print each message of the stream as one line of JSON")
     parser.add_argument("--verbose", action="store_true", help="print usage and timings on stderr")
-    parser.add_argument("--request-id", help="shown in the server's logs and traces")
+    parser.add_argument("--request-id", metavar="ID", help="shown in the server's logs and traces")
     parser.add_argument("--served-model", dest="model", metavar="NAME", help="fail if the server serves another model")
     parser.add_argument(
-        "--priority", type=int, help="larger goes first while requests wait; above 0 only if the router allows it"
+        "--priority",
+        type=int,
+        metavar="N",
+        help="larger goes first while requests wait; above 0 only if the router allows it",
     )
-    parser.add_argument("--cache-salt", help="share cached prefixes only with requests of equal salt")
+    parser.add_argument("--cache-salt", metavar="TEXT", help="share cached prefixes only with requests of equal salt")
     add_arguments(parser, ClientConfig)
     add_sampling_arguments(parser)
 

@@ -21,20 +21,22 @@ def add_parser(subparsers: Subparsers) -> None:
         run,
         "Replays a trace on a simulated clock through Tandem's own placement and schedulers, with step times from a "
         "cost model, and looks for the least workers with which 90 % of the requests meet both objectives: of static "
-        "roles and of elastic workers. Needs the worker extra, no model and no GPU.",
+        "roles and of elastic workers. Needs the worker extra, no model and no GPU; without options it takes a cost "
+        "model and a trace that come with Tandem, and says which.",
     )
     parser.add_argument(
-        "--trace", type=Path, required=True, metavar="FILE", help="JSON lines as Mooncake's: timestamp (ms), "
-        "input_length, output_length, hash_ids (blocks of 512 tokens that prompts share)",
+        "--trace", type=Path, metavar="FILE", help="JSON lines as Mooncake's: timestamp (ms), input_length, "
+        "output_length, hash_ids (blocks of 512 tokens that prompts share); [100 chats, one each second]",
     )  # fmt: skip
     parser.add_argument("--rate", type=positive, metavar="PER_S", help="requests per second; [as in the trace]")
-    parser.add_argument("--ttft", type=positive, required=True, metavar="S", help="objective for the first token")
+    parser.add_argument("--ttft", type=positive, default=2.0, metavar="S", help="objective for the first token [2]")
     parser.add_argument(
-        "--itl", type=positive, required=True, metavar="S", help="objective for the 95th percentile between tokens"
+        "--itl", type=positive, default=0.1, metavar="S", help="objective for the 95th percentile between tokens [0.1]"
     )
     parser.add_argument(
-        "--cost-model", type=Path, required=True, metavar="FILE", help="as `python -m bench.simulate --calibrate` fits"
-    )
+        "--cost-model", metavar="NAME|FILE", help="one that comes with Tandem, such as 135m-avx2 or 8b-h200, or a file "
+        "as `python -m bench.simulate --calibrate` writes; [the one of a machine like this]",
+    )  # fmt: skip
     parser.add_argument("--max-workers", type=count, default=64, metavar="N", help="of all roles together [64]")
     parser.add_argument(
         "--autoscaler", type=Path, metavar="DIR", help="also thresholds for autoscalers, and a kustomize component in "
@@ -68,11 +70,13 @@ def _plan(namespace: argparse.Namespace) -> dict[str, Any]:
     from simulator.cluster import Fleet, Policy, Setup
     from simulator.costs import read_costs
     from simulator.outcomes import Slo
+    from simulator.shipped import SAMPLE_TRACE, model_file, model_of_this_machine
     from simulator.sizing import least_fleet, thresholds
     from simulator.traces import at_rate, rate_of, read_jsonl
 
-    costs = read_costs(namespace.cost_model)
-    trace = read_jsonl(namespace.trace)
+    model = namespace.cost_model or model_of_this_machine()
+    costs = read_costs(model_file(model))
+    trace = read_jsonl(namespace.trace or SAMPLE_TRACE)
     if namespace.rate is not None:
         trace = at_rate(trace, namespace.rate)
     slo = Slo(namespace.ttft, namespace.itl)
@@ -87,11 +91,24 @@ def _plan(namespace: argparse.Namespace) -> dict[str, Any]:
         fleets[policy] = {"prefill": fleet.prefills, str(fleet.roles[-1]): fleet.decodes, **result.document(slo)}
         if namespace.autoscaler is not None:
             fleets[policy]["thresholds"] = thresholds(result)
-    return {"requests": len(trace), "rate_per_s": rate_of(trace), "costs": costs.source, "fleets": fleets}
+    return {
+        "requests": len(trace),
+        "rate_per_s": rate_of(trace),
+        "trace": "the sample" if namespace.trace is None else str(namespace.trace),
+        "objectives": {"ttft_s": slo.ttft_s, "itl_s": slo.itl_s},
+        "cost_model": model,
+        "costs": costs.source,
+        "fleets": fleets,
+    }
 
 
 def _lines(plan: dict[str, Any]) -> list[str]:
-    lines = [f"{plan['requests']} requests at {plan['rate_per_s']:.2f}/s; step times: {plan['costs'] or 'no source'}"]
+    objectives = plan["objectives"]
+    lines = [
+        f"trace: {plan['trace']}, {plan['requests']} requests at {plan['rate_per_s']:.2f}/s; first tokens within "
+        f"{objectives['ttft_s']:g} s, then {objectives['itl_s']:g} s",
+        f"cost model: {plan['cost_model']} ({plan['costs'] or 'no source'})",
+    ]
     for policy, found in plan["fleets"].items():
         if found is None:
             lines.append(f"{policy:7} too small, whatever the roles")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, cast
 
 from tandem.client import GenerateOptions
@@ -34,6 +34,8 @@ _SCALARS: tuple[tuple[str, Callable[[str], Any], str], ...] = (
     ("regex", str, "regular expression that the text must match"),
     ("grammar", str, "Lark grammar that the text must match"),
 )
+_KINDS: Mapping[Callable[[str], Any], str] = {int: "N", float: "NUMBER", str: "TEXT"}
+"""As the help shows them."""
 _REPEATED: tuple[tuple[str, str, str], ...] = (
     ("stop", "TEXT", "end where this text appears; may be repeated"),
     ("choice", "TEXT", "one of the allowed answers; may be repeated"),
@@ -49,7 +51,7 @@ def add_sampling_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds a flag for every field of `SamplingOptions`."""
     group = parser.add_argument_group(_GROUP)
     for name, kind, text in _SCALARS:
-        group.add_argument(f"--{name}", type=kind, metavar=kind.__name__.upper(), help=text)
+        group.add_argument(f"--{name}", type=kind, metavar=_KINDS[kind], help=text)
     for name, metavar, text in _REPEATED:
         group.add_argument(f"--{name}", action="append", metavar=metavar, help=text)
     for name, text in _SWITCHES:

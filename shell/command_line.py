@@ -20,6 +20,13 @@ class CommandLine(argparse.ArgumentParser):
     def __init__(self, **settings: Any) -> None:
         super().__init__(**{"allow_abbrev": False, **settings})
 
+    def format_help(self) -> str:
+        """Returns the help in colours, where it goes to a terminal."""
+        from shell.help import Help  # here: it takes as long to import as a whole `tandem --version`
+
+        self.formatter_class = Help
+        return super().format_help()
+
     def error(self, message: str) -> NoReturn:
         """Ends the process."""
         self.exit(EXIT_BAD_CONFIG, f"{self.prog}: error: {message.removeprefix('argument ')}\n")

@@ -10,7 +10,7 @@ from __future__ import annotations
 import argparse
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, TypeVar
 
@@ -23,12 +23,13 @@ from shell.worker_config import (
     PrefillConfig,
     ProcessConfig,
     WorkerConfig,
+    admin_option,
     config_option,
 )
 from tandem import options
 from tandem.client_config import DEFAULT_ADDRESS, ClientConfig
 from tandem.limits import Limits
-from tandem.option_values import OneOf, host_port, integer, seconds, size_bytes, text
+from tandem.option_values import host_port, integer, one_of, seconds, size_bytes, text
 from tandem.options import Given, Section, argv_of, check_known, grouped, load_options, option, options_of
 from tandem.security.options import ClientSecurityConfig, SecurityConfig
 
@@ -51,6 +52,8 @@ __all__ = [
     "show_gpus",
 ]
 
+DEFAULT_ADMIN_ADDRESS = "127.0.0.1:9090"
+"""A router's, as in every manifest; where another process has it, the router takes any free port."""
 _VISIBLE_GPUS = "CUDA_VISIBLE_DEVICES"
 _CORE_LOAN = "TANDEM_CORE_LOAN"
 """Set by `tandem serve` for its workers alone; not an option."""
@@ -71,19 +74,24 @@ class RouterConfig(ProcessConfig):
         "served-model-name",
         (),
         "what clients call the model, the first is told them; none: the name of its folder",
-        text(r"\S{1,256}", "1 to 256 characters without spaces"),
+        text(r"\S{1,256}", "1 to 256 characters without spaces", "NAME"),
     )
     chat_template: str | None = _model(
-        "chat-template", None, "file with the Jinja template of chats; none: the model's own", none_word="none"
+        "chat-template",
+        None,
+        "file with the Jinja template of chats; none: the model's own",
+        text(shown="FILE"),
+        none_word="none",
     )
     model_fingerprint: str | None = _model(
         "model-fingerprint",
         None,
         "requests go only to workers whose model fingerprint begins so; none: to the largest set of equal workers",
-        text(r"[0-9a-f]{8,64}", "8 to 64 hexadecimal digits"),
+        text(r"[0-9a-f]{8,64}", "8 to 64 hexadecimal digits", "HEX"),
         none_word="none",
     )
     listen: str = _address("listen", DEFAULT_ADDRESS, "address to serve on", host_port(port_zero=True))
+    admin_listen: str | None = admin_option(DEFAULT_ADMIN_ADDRESS)
     shared_listen: str | None = option(
         Section.INTERNAL,
         "shared-listen",
@@ -104,7 +112,7 @@ class RouterConfig(ProcessConfig):
         "http-origins",
         (),
         "web origins whose pages may call the HTTP port from a browser, such as https://chat.example; * = all",
-        text(r"\*|https?://[^\s/,]+", "an origin such as https://chat.example, or *"),
+        text(r"\*|https?://[^\s/,]+", "an origin such as https://chat.example, or *", "ORIGIN"),
     )
     max_queued_requests: int = _queue(
         "max-queued-requests", 1024, "requests that may wait for admission", integer(0, 1_000_000)
@@ -140,7 +148,7 @@ class RouterConfig(ProcessConfig):
         "how long a request waits, as far as its deadline allows, for workers that are missing or were lost",
         seconds(0, 3600),
     )
-    fallback: str = _queue("fallback", "fail", "without prefill workers: fail, local", OneOf("fail", "local"))
+    fallback: str = _queue("fallback", "fail", "without prefill workers: fail, local", one_of("fail", "local"))
     max_priority: int = _queue(
         "max-priority",
         0,
@@ -199,6 +207,7 @@ class ServeConfig:
         text(
             r"auto|cpu|cuda(:\d{1,4})?|(GPU|MIG)-[\w/-]{1,100}",
             "auto, cpu, cuda, cuda:I, or a UUID that begins with GPU- or MIG-",
+            "DEVICE",
         ),
     )
     router_processes: int = _fleet(
@@ -212,6 +221,15 @@ class ServeConfig:
     def is_static(self) -> bool:
         """Whether its workers have static roles."""
         return self.num_prefill is not None or self.num_decode is not None
+
+    def of_model(self, model: str) -> ServeConfig:
+        """The same with another `--model`."""
+        return replace(
+            self,
+            router=replace(self.router, model=model),
+            prefill_worker=replace(self.prefill_worker, model=model),
+            decode_worker=replace(self.decode_worker, model=model),
+        )
 
 
 _ALL: tuple[type[Any], ...] = (RouterConfig, PrefillConfig, DecodeConfig, ElasticConfig, ServeConfig, ClientConfig)

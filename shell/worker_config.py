@@ -4,17 +4,18 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 from tandem.limits import Limits
 from tandem.option_values import (
-    OneOf,
     SizedFolder,
     host_port,
     integer,
     number,
+    one_of,
     seconds,
     size_bytes,
+    sized_folder,
     text,
     zmq_address,
 )
@@ -47,9 +48,21 @@ config_option = partial(
     "config",
     None,
     "YAML file of options by name, such as `kv-memory: 2GiB`; command line and environment come before it",
-    text(r".+", "a path"),
+    text(r".+", "a path", "FILE"),
     none_word="none",
 )
+
+
+def admin_option(default: str) -> Any:
+    """The option of the admin port."""
+    return _address(
+        "admin-listen",
+        default,
+        "address of the admin port: metrics, a page to look at, probes; port 0 = any free one, and so is a router's "
+        "default where it is taken",
+        host_port(port_zero=True),
+        none_word="none",
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,7 +71,11 @@ class ProcessConfig:
 
     config_file: str | None = config_option()
     model: str = _model(
-        "model", "demo", "checkpoint folder in Hugging Face layout, GGUF file, or 'demo'", text(r".+", "a path")
+        "model",
+        "demo",
+        "checkpoint folder in Hugging Face layout, GGUF file, 'demo', or hf://OWNER/NAME[@REVISION][/FILE.gguf], which "
+        "is fetched from the hub",
+        text(r".+", "a path", "MODEL"),
     )
     context_tokens: int | None = _model(
         "context-tokens",
@@ -71,15 +88,11 @@ class ProcessConfig:
         "listen", "127.0.0.1:0", "address to serve on; port 0 = any free one", host_port(port_zero=True)
     )
     drain_grace_s: float = drain_grace_option()
-    admin_listen: str | None = _address(
-        "admin-listen",
-        "127.0.0.1:0",
-        "address of the admin port: metrics, a page to look at, probes; port 0 = any free one",
-        host_port(port_zero=True),
-        none_word="none",
+    admin_listen: str | None = admin_option("127.0.0.1:0")
+    log_format: str = _logs("log-format", "text", "text or json", one_of("text", "json"))
+    log_level: str = _logs(
+        "log-level", "info", "least severe level logged", one_of("debug", "info", "warning", "error")
     )
-    log_format: str = _logs("log-format", "text", "text or json", OneOf("text", "json"))
-    log_level: str = _logs("log-level", "info", "least severe level logged", OneOf("debug", "info", "warning", "error"))
     limits: Limits = grouped(Limits)
     security: SecurityConfig = grouped(SecurityConfig)
 
@@ -100,32 +113,36 @@ class WorkerConfig(ProcessConfig):
         "advertise", None, "HOST:PORT at which routers reach this worker", host_port(port_zero=True), none_word="auto"
     )
     worker_id: str | None = _address(
-        "worker-id", None, "stable name", text(r"[\w.-]{1,64}", "1 to 64 of A-Z a-z 0-9 _ . -"), none_word="auto"
+        "worker-id",
+        None,
+        "stable name",
+        text(r"[\w.-]{1,64}", "1 to 64 of A-Z a-z 0-9 _ . -", "NAME"),
+        none_word="auto",
     )
     device: str = _compute(
         "device",
         "auto",
         "auto, cpu, cuda or cuda:I; auto is the first GPU, if there is one",
-        text(r"auto|cpu|cuda(:\d+)?", "auto, cpu, cuda or cuda:I"),
+        text(r"auto|cpu|cuda(:\d+)?", "auto, cpu, cuda or cuda:I", "DEVICE"),
     )
     dtype: str = _model(
-        "dtype", "auto", "element type of weights and KV", OneOf("auto", "float32", "bfloat16", "float16")
+        "dtype", "auto", "element type of weights and KV", one_of("auto", "float32", "bfloat16", "float16")
     )
     model_impl: str = _model(
         "model-impl",
         "auto",
         "whose code computes the model: native, transformers' with our kernels, or native where it knows the family",
-        OneOf("auto", "native", "transformers"),
+        one_of("auto", "native", "transformers"),
     )
     quantize: str | None = _model(
         "quantize",
         None,
         "round the weights of a plain checkpoint to int8, int4 or fp8 when they are loaded, all but the embedding",
-        OneOf("int8", "int4", "fp8"),
+        one_of("int8", "int4", "fp8"),
         none_word="none",
     )
     kv_dtype: str = _memory(
-        "kv-dtype", "auto", "as what KV is stored; auto: as it is computed", OneOf("auto", "int8", "fp8")
+        "kv-dtype", "auto", "as what KV is stored; auto: as it is computed", one_of("auto", "int8", "fp8")
     )
     block_size: int = _memory("block-size", 16, "tokens per KV block", integer(1, 256))
     kv_blocks: int | None = _internal("kv-blocks", None, "blocks of the KV pool", integer(1), none_word="auto")
@@ -175,7 +192,7 @@ class WorkerConfig(ProcessConfig):
         None,
         "folder on a local disk, and size of the file there, for KV that --host-cache-memory has no room for, such as "
         "/mnt/nvme=100GiB; nothing is left there",
-        SizedFolder.of_text,
+        sized_folder,
         none_word="none",
     )
     chunk_tokens: int = _batches("chunk-tokens", 0, "prompt tokens per step; 0 = by device", integer(0, 1_048_576))
@@ -183,10 +200,10 @@ class WorkerConfig(ProcessConfig):
         "max-seqs", 0, "sequences in a batch; 0 = by device: 256 on a GPU of 40 GB and more, else 64", integer(0, 65536)
     )
     transport: str = _compute(
-        "transport", "auto", "how KV blocks travel", OneOf("auto", "shm", "tcp", "nixl", "cuda_ipc", "nccl")
+        "transport", "auto", "how KV blocks travel", one_of("auto", "shm", "tcp", "nixl", "cuda_ipc", "nccl")
     )
     attention_backend: str = _compute(
-        "attention-backend", "auto", "attention kernels", OneOf("auto", "flash_attn", "triton", "cpu", "reference")
+        "attention-backend", "auto", "attention kernels", one_of("auto", "flash_attn", "triton", "cpu", "reference")
     )
     cpu_tier: str | None = _internal(
         "cpu-tier", None, "instructions of a CPU's kernels: docs/kernels.md", text(r"\w+", "a tier"), none_word="auto"
@@ -242,7 +259,7 @@ class DecodeConfig(WorkerConfig):
         "auto",
         "auto = plan and launch the next decode step shortly before the one that computes should end; off = once it "
         "has ended",
-        OneOf("auto", "off"),
+        one_of("auto", "off"),
     )
     cuda_graph_seqs: int | None = _compute(
         "cuda-graphs",

@@ -11,11 +11,20 @@ from dataclasses import dataclass
 from decimal import Decimal
 from typing import Any
 
-Parser = Callable[[str], Any]
-"""Text of one option to its value; raises ValueError that says what is allowed."""
+
+@dataclass(frozen=True, slots=True)
+class Parser:
+    """Text of one option to its value."""
+
+    shown: str
+    """Kind of value, as help shows it: SIZE, HOST:PORT."""
+    parse: Callable[[str], Any]
+    """Raises ValueError that says what is allowed."""
+    words: tuple[str, ...] = ()
+    """All texts that are allowed, where they are few."""
 
 
-def text(pattern: str = r".*", meaning: str = "text") -> Parser:
+def text(pattern: str = r".*", meaning: str = "text", shown: str = "TEXT") -> Parser:
     """Text that matches `pattern` whole."""
     compiled = re.compile(pattern, re.DOTALL)
 
@@ -24,20 +33,18 @@ def text(pattern: str = r".*", meaning: str = "text") -> Parser:
             raise ValueError(f"must be {meaning}")
         return value
 
-    return parse
+    return Parser(shown, parse)
 
 
-class OneOf:
-    """Parses a word of a list."""
+def one_of(*words: str) -> Parser:
+    """A word of a list."""
 
-    def __init__(self, *words: str) -> None:
-        self.words = words
-
-    def __call__(self, value: str) -> str:
-        """The word itself. Raises ValueError."""
-        if value not in self.words:
-            raise ValueError(f"must be one of {', '.join(self.words)}")
+    def parse(value: str) -> str:
+        if value not in words:
+            raise ValueError(f"must be one of {', '.join(words)}")
         return value
+
+    return Parser("WORD", parse, words)
 
 
 def integer(low: int, high: int = 2**31 - 1) -> Parser:
@@ -48,10 +55,10 @@ def integer(low: int, high: int = 2**31 - 1) -> Parser:
             raise ValueError(f"must be a whole number from {low} to {high}")
         return int(value)
 
-    return parse
+    return Parser("N", parse)
 
 
-def number(low: float, high: float, what: str = "a number") -> Parser:
+def number(low: float, high: float, what: str = "a number", shown: str = "NUMBER") -> Parser:
     """A number in `[low, high]`."""
 
     def parse(value: str) -> float:
@@ -63,12 +70,12 @@ def number(low: float, high: float, what: str = "a number") -> Parser:
             raise ValueError(f"must be {what} from {low:g} to {high:g}")
         return parsed
 
-    return parse
+    return Parser(shown, parse)
 
 
 def seconds(low: float, high: float = 86_400.0) -> Parser:
     """A number of seconds in `[low, high]`."""
-    return number(low, high, "a number of seconds")
+    return number(low, high, "a number of seconds", "SECONDS")
 
 
 _UNITS = {"": 1, "k": 1000, "m": 1000**2, "g": 1000**3, "ki": 1024, "mi": 1024**2, "gi": 1024**3, "ti": 1024**4}
@@ -86,7 +93,7 @@ def size_bytes(low: int = 1) -> Parser:
             raise ValueError(f"must be at least {low} bytes")
         return num_bytes
 
-    return parse
+    return Parser("SIZE", parse)
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +112,10 @@ class SizedFolder:
         path, _, size = text.rpartition("=")
         if not path:
             raise ValueError("must be DIR=SIZE, such as /mnt/nvme=100GiB")
-        return cls(path, size_bytes()(size))
+        return cls(path, size_bytes().parse(size))
+
+
+sized_folder = Parser("DIR=SIZE", SizedFolder.of_text)
 
 
 def host_port(*, port_zero: bool = False) -> Parser:
@@ -117,21 +127,27 @@ def host_port(*, port_zero: bool = False) -> Parser:
             raise ValueError("must be HOST:PORT")
         return value
 
-    return parse
+    return Parser("HOST:PORT", parse)
 
 
-def zmq_address(value: str) -> str:
-    """Where ZeroMQ binds: `tcp://HOST:PORT`, of which HOST may be `*`, or `ipc://PATH`."""
+def _zmq_address(value: str) -> str:
     if not re.fullmatch(r"tcp://(\[[0-9a-fA-F:.%a-z]+\]|[^\s:\[\],/]+):\d{1,5}|ipc://\S+", value):
         raise ValueError("must be tcp://HOST:PORT or ipc://PATH")
     return value
 
 
-def boolean(value: str) -> bool:
-    """`true`, `false`, `1`, `0`, `yes`, `no`, `on`, `off`."""
+zmq_address = Parser("ADDRESS", _zmq_address)
+"""Where ZeroMQ binds: `tcp://HOST:PORT`, of which HOST may be `*`, or `ipc://PATH`."""
+
+
+def _boolean(value: str) -> bool:
     word = value.strip().lower()
     if word in {"1", "true", "yes", "on"}:
         return True
     if word in {"0", "false", "no", "off"}:
         return False
     raise ValueError("must be true or false")
+
+
+boolean = Parser("BOOLEAN", _boolean)
+"""`true`, `false`, `1`, `0`, `yes`, `no`, `on`, `off`."""

@@ -17,7 +17,7 @@ from dataclasses import Field, dataclass, field, fields
 from typing import Any, NoReturn, TypeAlias, TypeVar
 
 from tandem.errors import ConfigError
-from tandem.option_values import OneOf, Parser, boolean, text
+from tandem.option_values import Parser, boolean, text
 
 ENV_PREFIX = "TANDEM_"
 
@@ -84,8 +84,8 @@ class Option:
     @property
     def shown_values(self) -> str:
         """What may be given, for the help."""
-        if not isinstance(self.parse, OneOf):
-            return "VALUE"
+        if not self.parse.words:
+            return self.parse.shown
         words = self.parse.words if self.none_word is None else (self.none_word, *self.parse.words)
         return f"{{{','.join(words)}}}"
 
@@ -104,8 +104,8 @@ class Option:
             return None
         try:
             if self.is_list:
-                return tuple(self.parse(part.strip()) for part in text.split(",") if part.strip())
-            return self.parse(text)
+                return tuple(self.parse.parse(part.strip()) for part in text.split(",") if part.strip())
+            return self.parse.parse(text)
         except ValueError as error:
             raise ConfigError(source, f"{error} (got {text!r})") from error
 

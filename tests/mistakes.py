@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from itertools import groupby
 from pathlib import Path
 
+from tests.hub_mistakes import HUB_MISTAKES
 from tests.mistake import Mistake
 from tests.model_mistakes import MODEL_MISTAKES, quantized
 
@@ -105,8 +106,8 @@ _STARTS = (
     Mistake(
         START,
         "The HTTP port is open to other machines, and nothing asks who calls.",
-        "--http: other machines can reach 0.0.0.0:0: give --tls-cert, --tls-key, --tls-ca and --token-file (callers' "
-        "certificates are not asked for there), or else --insecure",
+        "--http: other machines can reach 0.0.0.0:0: give --tls-cert, --tls-key and --tls-ca and "
+        "--token-file or --tls-client-ca, or else --insecure",
         "[clients.md](clients.md) has the commands.",
         ("serve", "--listen", "127.0.0.1:0", "--http", "0.0.0.0:0"),
     ),
@@ -261,7 +262,7 @@ _CALLS = (
     ),
 )
 
-MISTAKES = (*MODEL_MISTAKES, *_STARTS, *_CALLS)
+MISTAKES = (*MODEL_MISTAKES, *HUB_MISTAKES, *_STARTS, *_CALLS)
 
 
 @contextmanager

@@ -100,7 +100,7 @@ def _row(by_command: dict[str, Option]) -> str:
 
 
 def _flag(each: Option) -> str:
-    values = "" if each.is_switch or each.shown_values == "VALUE" else f" {each.shown_values}"
+    values = "" if each.is_switch else f" {each.shown_values}"
     return f"`{each.flag}{values}`"
 
 

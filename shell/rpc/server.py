@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import grpc.aio
@@ -40,6 +40,9 @@ _CLEANUP_S = 2.0
 _PLAIN = Incoming()
 
 
+async def _nothing() -> None: ...
+
+
 @dataclass(frozen=True, slots=True)
 class Service:
     """A service: `Service("tandem.v1.X", lambda server: add_XServicer_to_server(x, server))`."""
@@ -50,6 +53,8 @@ class Service:
     """Whether its streams end only with the peer, so that a drain must not wait for them."""
     writers: tuple[str, ...] = ()
     """Methods that write their response themselves and return None."""
+    probes: tuple[str, ...] = ()
+    """Methods that gateways and scripts call again and again, to look: they begin no traces."""
 
 
 class RpcServer:
@@ -71,7 +76,7 @@ class RpcServer:
 
         `shared_listen`: a second address, which other processes share.
 
-        `metrics` count its calls; `tracer` gives a span to each that ends by itself and is no probe.
+        `metrics` count its calls; `tracer` gives a span to each that ends by itself.
         """
         self._listen = listen
         self._shared_listen = shared_listen
@@ -83,7 +88,10 @@ class RpcServer:
         long_lived = {service.name for service in services if service.long_lived}
         # Health too: anybody may watch it, and take no answer, for as long as they like.
         self._unending = frozenset({*reflection.SERVICE_NAMES, *long_lived, health.SERVICE_NAME})
-        writers = frozenset(f"/{service.name}/{method}" for service in services for method in service.writers)
+        writers, self._probes = (
+            frozenset(f"/{service.name}/{method}" for service in services for method in getattr(service, kind))
+            for kind in ("writers", "probes")
+        )
         self._guard = CallGuard(self._unending, writers)
         self._tracer = tracer
         self._server: grpc.aio.Server | None = None
@@ -132,10 +140,16 @@ class RpcServer:
         if self._health.serving != before:
             _log.info("serving" if serving else "not serving", listen=self._listen)
 
-    async def drain(self, grace_s: float, refuse: Callable[[], None] = lambda: None) -> None:
+    async def drain(
+        self,
+        grace_s: float,
+        refuse: Callable[[], None] = lambda: None,
+        others: Callable[[], Awaitable[None]] = _nothing,
+    ) -> None:
         """NOT_SERVING at once; then takes no new calls and waits for running ones, `grace_s` at most. Idempotent.
 
         `refuse` is called once clients were told to call elsewhere, for what still comes on streams left open.
+        `others` is waited for too: work of the process that did not come by gRPC and needs its long-lived streams.
         """
         server, self._server = self._server, None
         self._health.close()
@@ -149,6 +163,7 @@ class RpcServer:
             await asyncio.sleep(0)  # it is under way
             refuse()
             async with asyncio.timeout(grace_s):
+                await others()
                 await self._guard.idle()
         except TimeoutError:
             _log.warning("calls still running at the end of the drain", grace_s=grace_s)
@@ -168,7 +183,8 @@ class RpcServer:
             interceptors.insert(0, TokenGuard(self._incoming.tokens))
         if self._metrics is not None or self._tracer is not None:
             refusals = (*REFUSALS, NO_SUCH_METHOD)
-            observing = CallObserving(self._metrics, self._tracer, untraced=self._unending, refusals=refusals)
+            untraced, probes = self._unending, self._probes
+            observing = CallObserving(self._metrics, self._tracer, untraced=untraced, probes=probes, refusals=refusals)
             interceptors.insert(0, observing)
         return tuple(interceptors)
 

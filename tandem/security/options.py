@@ -13,11 +13,12 @@ _security = partial(option, Section.SECURITY)
 
 
 def _file(name: str, description: str) -> Any:
-    return _security(name, None, description, text(r".+", "a file"), none_word="none")
+    return _security(name, None, description, text(r".+", "a file", "FILE"), none_word="none")
 
 
 def _server_name(description: str) -> Any:
-    return _security("tls-server-name", None, description, text(r"[\w.:-]{1,253}", "a host name"), none_word="none")
+    host = text(r"[\w.:-]{1,253}", "a host name", "HOST")
+    return _security("tls-server-name", None, description, host, none_word="none")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

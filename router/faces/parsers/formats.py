@@ -75,6 +75,11 @@ class AnswerFormat:
     thinking: ThinkingMarks | None = None
     special_tokens: frozenset[str] = frozenset()
 
+    @property
+    def marks_reasoning(self) -> bool:
+        """Whether answers may hold reasoning."""
+        return self.thinking is not None or self.name == _GPT_OSS
+
     def parser(self, prompt_end: str, tools: Tools = NO_TOOLS) -> AnswerParser:
         """Returns the parser of one answer. Without tools no calls are looked for.
 

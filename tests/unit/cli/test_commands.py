@@ -49,7 +49,29 @@ def test_every_command_has_a_help_text(command: str, capsys: pytest.CaptureFixtu
     with pytest.raises(SystemExit) as ended:
         main([command, "--help"])
     assert ended.value.code == 0
-    assert f"usage: tandem {command}" in capsys.readouterr().out
+    assert capsys.readouterr().out.startswith(f"usage: tandem {command}")
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_the_usage_of_a_command_is_short_and_its_options_stand_in_groups(
+    command: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "100")
+    with pytest.raises(SystemExit):
+        main([command, "--help"])
+    usage, *parts = capsys.readouterr().out.split("\n\n")
+    assert usage.count("\n") <= 1
+    assert "options:" in {part.splitlines()[0] for part in parts}
+    assert "VALUE" not in {word for part in parts for word in part.split()}
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_a_misspelt_option_of_any_command_is_one_line(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    needed = ["--cache", "x", "--arch", "90"] if command == "compile" else []
+    with pytest.raises(SystemExit) as ended:
+        main([command, *needed, "--no-such-option"])
+    told = capsys.readouterr().err
+    assert (ended.value.code, told.count("\n"), f"tandem {command}: error: --no-such-option" in told) == (2, 1, True)
 
 
 def test_version_is_told(capsys: pytest.CaptureFixture[str]) -> None:
@@ -61,7 +83,8 @@ def test_version_is_told(capsys: pytest.CaptureFixture[str]) -> None:
 
 @pytest.mark.parametrize("argv", ["--version", "--help", "sreve"])
 def test_what_runs_no_command_imports_none_of_what_they_need(argv: str) -> None:
-    heavy = ("asyncio", "grpc", "google.protobuf", "rich", "torch", "jinja2", "shell.config")
+    colours = () if argv == "--help" else ("rich", "rich_argparse")
+    heavy = ("asyncio", "grpc", "google.protobuf", "torch", "jinja2", "shell.config", *colours)
     code = f"import atexit, sys; atexit.register(lambda: print([m for m in {heavy} if m in sys.modules]))\n"
     code += "from cli.main import main; main()"
     ended = subprocess.run([sys.executable, "-c", code, argv], capture_output=True, text=True, timeout=60, check=False)

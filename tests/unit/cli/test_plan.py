@@ -9,6 +9,7 @@ import pytest
 
 from cli.main import main
 from simulator.costs import CostModel, StepCosts
+from simulator.shipped import model_of_this_machine, shipped_models
 
 
 @pytest.fixture
@@ -48,10 +49,26 @@ def test_a_plan_names_the_workers_of_each_role(
 
 def test_a_plan_reads_as_text(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*argv, "--ttft", "1", "--rate", "1"]) == 0
-    first, static, auto = capsys.readouterr().out.splitlines()
-    assert first == "12 requests at 1.00/s; step times: a test"
+    trace, model, static, auto = capsys.readouterr().out.splitlines()
+    assert trace.endswith("trace.jsonl, 12 requests at 1.00/s; first tokens within 1 s, then 0.2 s")
+    assert model.endswith("costs.json (a test)")
     assert static.startswith("static  1 prefill")
     assert auto.startswith("auto    1 elastic")
+
+
+def test_without_files_a_plan_says_which_cost_model_and_trace_it_took(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "--json", "--rate", "0.5"]) == 0
+    plan = json.loads(capsys.readouterr().out)
+    assert plan["trace"] == "the sample"
+    assert plan["cost_model"] == model_of_this_machine()
+    assert plan["fleets"]["auto"]["attainment"] >= 0.9
+
+
+@pytest.mark.parametrize("name", shipped_models())
+def test_a_shipped_cost_model_is_taken_by_name(name: str, capsys: pytest.CaptureFixture[str], argv: list[str]) -> None:
+    argv[argv.index("--cost-model") + 1] = name
+    assert main([*argv, "--rate", "0.01", "--ttft", "9"]) == 0
+    assert f"cost model: {name} (" in capsys.readouterr().out
 
 
 def test_a_folder_that_cannot_be_written_to_is_named(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:

@@ -19,12 +19,12 @@ from cli.serve import STOP_MARGIN_S
 from shell.config import DecodeConfig, RouterConfig, ServeConfig
 from shell.rpc.process import StopSignal
 from simulator.loop import SimulatedClock, run_simulated
+from tandem.cluster_status import ClusterStatus
 from tandem.errors import DeadlineExceeded, Reason, TandemError, Unavailable
 
 GRACE_S = 20.0
 ENDS_WITHIN_S = 3 * (GRACE_S + STOP_MARGIN_S + CHECK_S + FROZEN_GRACE_S)
 """The door, the routers and the workers stop one after the other."""
-HTTP = "127.0.0.1:8080"
 
 
 @dataclass(frozen=True)
@@ -126,7 +126,7 @@ class Machine:
 
 
 class FakeClient:
-    """Of the child at one address: in place of `AsyncClient` and `HttpHealth`."""
+    """Of the child at one address: in place of `AsyncClient`."""
 
     def __init__(self, machine: Machine, address: str) -> None:
         self._machine = machine
@@ -143,6 +143,11 @@ class FakeClient:
         except TimeoutError as error:
             raise DeadlineExceeded("not ready") from error
 
+    async def status(self) -> ClusterStatus:
+        if not self._child.lives:
+            raise Unavailable("Connection refused", Reason.PEER_LOST)
+        return ClusterStatus("demo", True, "", 0, 0, 0, ())
+
     async def serving(self, service: str, *, timeout_s: float) -> bool:
         if not self._child.lives:
             raise Unavailable("Connection refused", Reason.PEER_LOST)
@@ -152,12 +157,11 @@ class FakeClient:
         return True
 
 
-async def ends(signal_: Signal, lives: Sequence[Life], http: str | None) -> None:
+async def ends(signal_: Signal, lives: Sequence[Life]) -> None:
     """Raises AssertionError unless all ends within the grace after the signal."""
     machine, stop = Machine(lives), StopSignal()
     config = ServeConfig(
         num_workers=2,
-        http=http,
         router=RouterConfig(drain_grace_s=GRACE_S),
         decode_worker=DecodeConfig(threads=1),  # lends no cores
     )
@@ -175,7 +179,7 @@ async def ends(signal_: Signal, lives: Sequence[Life], http: str | None) -> None
     with pytest.MonkeyPatch.context() as patch:
         for name, fake in (
             *(("Child", machine.child), ("open_process", machine.open_process)),
-            *(("AsyncClient", machine.connect), ("HttpHealth", machine.connect), ("MonotonicClock", SimulatedClock)),
+            *(("AsyncClient", machine.connect), ("MonotonicClock", SimulatedClock)),
         ):
             patch.setattr(serve, name, fake)
         patch.setattr(os, "_exit", lambda code: None)
@@ -211,11 +215,10 @@ LIVES = st.builds(
 @given(
     signal_=st.builds(Signal, at_times(4.0, 12.0), st.integers(0, 12), at_times(None, None, None)),
     lives=st.lists(LIVES, max_size=6),
-    http=st.sampled_from([None, HTTP]),
 )
-@example(Signal(3.0, 0), [Life(), Life(ready_s=None), Life(ready_s=None)], None)  # while the workers load
-@example(Signal(2.0, 1), [], HTTP)  # as they become ready
+@example(Signal(3.0, 0), [Life(), Life(ready_s=None), Life(ready_s=None)])  # while the workers load
+@example(Signal(2.0, 1), [])  # as they become ready
 def test_it_ends_within_the_grace_whatever_children_do_and_whenever_the_signal_comes(
-    signal_: Signal, lives: list[Life], http: str | None
+    signal_: Signal, lives: list[Life]
 ) -> None:
-    run_simulated(ends(signal_, lives, http))
+    run_simulated(ends(signal_, lives))
