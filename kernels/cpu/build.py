@@ -33,8 +33,8 @@ _COMPILERS = ("g++", "c++", "clang++")
 _FLAGS = (
     *("-std=c++17", "-O3", "-fPIC", "-fvisibility=hidden", "-fno-exceptions", "-fno-rtti"),
     *("-fno-math-errno", "-fno-trapping-math", "-ffp-contract=fast"),
-    # GCC 12 warns of its own intrinsics' undefined operands.
-    *("-Wall", "-Wextra", "-Wno-psabi", "-Wno-uninitialized", "-Wno-maybe-uninitialized", "-Wno-unknown-warning-option"),
+    *("-Wall", "-Wextra", "-Wno-psabi", "-Wno-unknown-warning-option"),
+    *("-Wno-uninitialized", "-Wno-maybe-uninitialized"),  # GCC 12 warns of its own intrinsics' undefined operands
 )
 
 
