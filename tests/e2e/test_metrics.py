@@ -32,8 +32,8 @@ def families(exposition: str) -> set[str]:
 
 
 def test_each_process_exposes_what_is_declared_for_it_and_nothing_else_of_ours(client: Client) -> None:
-    with serve("demo", "--workers", "1") as cluster, Client(cluster.target) as elastic:
-        exposed = expositions(elastic) | expositions(client)
+    with serve("demo", "--workers", "1", "--http", "127.0.0.1:0") as cluster, Client(cluster.target) as elastic:
+        exposed = expositions(client) | expositions(elastic)
     assert exposed.keys() == set(Process)
     for process, exposition in exposed.items():
         declared = {each.name for each in metric_names.ALL if process in each.on}
