@@ -40,8 +40,8 @@ from shell.telemetry.logging import configure_logging, get_logger
 from shell.telemetry.stderr_lines import write_line
 from tandem.client import AsyncClient
 from tandem.errors import ConfigError
-from tandem.security.credentials import Security
 from tandem.option_values import Share
+from tandem.security.credentials import Security
 from tandem.security.options import client_side
 
 _log = get_logger(__name__)

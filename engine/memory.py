@@ -58,7 +58,7 @@ def blocks_that_fit(
     *,
     step_bytes: int = 0,
 ) -> int:
-    """Returns the blocks of the pool: of the size that the options ask for, else of a share less `step_bytes` for steps.
+    """Returns the blocks of the pool: as large as the options ask for, else a share less `step_bytes` for steps.
 
     A share, asked for or by default, never takes more than `max_tokens` tokens need, so that a tiny model does not
     fill the machine. `root`: see `available_memory_bytes`. Raises ConfigError if not even one block fits.

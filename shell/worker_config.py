@@ -141,7 +141,8 @@ class WorkerConfig(ProcessConfig):
     )
     block_size: int = _memory("block-size", 16, "tokens per KV block", integer(1, 256))
     kv_blocks: int | None = _internal("kv-blocks", None, "blocks of the KV pool", integer(1), none_word="auto")
-    kv_memory: int | Share | None = _memory(
+    kv_memory: int | Share | None = option(
+        Section.MEMORY,
         "kv-memory",
         None,
         "size of the KV pool, such as 2GiB, or a share of what is free once the weights are loaded, such as 90%",
