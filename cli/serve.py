@@ -278,7 +278,7 @@ def check_host_memory(config: ServeConfig, devices: DevicePlan, available_bytes:
     in_host = 0 if devices.on_gpus else len(shares)  # of workers on CPUs beside GPUs, each checks its own
     pool = worker.kv_memory.of(available_bytes) if isinstance(worker.kv_memory, Share) else worker.kv_memory or 0
     claims = {
-        "--kv-memory": in_host * pool,
+        "--kv-memory": int(in_host * pool),
         "--host-cache-memory": len(shares) * (worker.host_cache_bytes if worker.prefix_cache else 0),
     }
     total = sum(claims.values())

@@ -105,9 +105,9 @@ class Share:
     def __str__(self) -> str:
         return f"{self.percent:g}%"
 
-    def of(self, total_bytes: int) -> int:
+    def of(self, total_bytes: int) -> float:
         """Returns so much of it, in bytes."""
-        return int(total_bytes * self.percent / 100)
+        return total_bytes * self.percent / 100
 
 
 def size_or_share() -> Parser:
