@@ -79,7 +79,7 @@ def test_an_image_that_is_not_is_noticed(old: str, new: str, complaint: str) -> 
 
 def test_the_images_and_targets_are_those_that_the_manifests_name() -> None:
     named = set()
-    for name in ("cpu", "gpu-nccl"):
+    for name in ("cpu", "gpu-pools"):
         for each in containers(overlay(name)):
             image, _, tag = each.spec["image"].partition(":")
             file = image.removeprefix("tandem-")

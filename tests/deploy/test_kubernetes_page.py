@@ -31,7 +31,7 @@ def test_every_build_command_names_a_dockerfile_and_its_target() -> None:
         target = command[command.index("--target") + 1] if "--target" in command else "router"
         assert target in stages
         image = command[command.index("-t") + 1]
-        used = {each.spec["image"] for name in ("cpu", "gpu-nccl") for each in containers(overlay(name))}
+        used = {each.spec["image"] for name in ("cpu", "gpu-pools") for each in containers(overlay(name))}
         assert image in used
 
 
