@@ -63,7 +63,8 @@ def test_they_differ_in_the_folder_of_the_model_alone(base: str, tmp_path: Path)
         ours, theirs = each.config(), configs[each.name]
         assert isinstance(ours, WorkerConfig)
         assert isinstance(theirs, WorkerConfig)
-        assert (ours.model, theirs.model) == ("/models/next", "/models/model")
+        assert (ours.model, theirs.model) == ("/models/next/model", "/models/model")
+        assert Path(ours.model).name == Path(theirs.model).name  # else routers take it for another model
         assert (ours.router, ours.transport, ours.device) == (theirs.router, theirs.transport, theirs.device)
         assert ours.worker_id != theirs.worker_id
 
