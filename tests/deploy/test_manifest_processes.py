@@ -8,7 +8,6 @@ import shutil
 import socket
 import ssl
 import time
-import urllib.request
 from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -22,6 +21,7 @@ from bench.support.cluster import Cluster, run_command
 from models.files.checkpoint import resolve_model
 from shell.config import ClientSecurityConfig
 from tandem.client import Client
+from tests.deploy.https import ask
 from tests.deploy.manifests import BESIDE_ANOTHER, overlay
 from tests.deploy.pods import Container, container
 from tests.forked_commands import Forking
@@ -142,16 +142,10 @@ def answer(router: Started) -> str:
 
 
 def answer_over_http(router: Started) -> str:
-    context = ssl.create_default_context(cafile=router.environment["TANDEM_TLS_CA"])
-    context.check_hostname = False  # it is called by address here, and as a Service of another name there
+    authority = Path(router.environment["TANDEM_TLS_CA"])
     body = {"model": "demo", "prompt": PROMPT, "max_tokens": MAX_TOKENS, "temperature": 0}
-    request = urllib.request.Request(
-        f"https://{router.address_of('http')}/v1/completions",
-        json.dumps(body).encode(),
-        {"Authorization": f"Bearer {TOKEN}", "Content-Type": "application/json"},
-    )
-    with urllib.request.urlopen(request, timeout=PROBE_TIMEOUT_S, context=context) as response:
-        return str(json.load(response)["choices"][0]["text"])
+    answered = ask(router.address_of("http"), "/v1/completions", authority, TOKEN, body)
+    return str(json.loads(answered)["choices"][0]["text"])
 
 
 def assert_serves(router: Started) -> None:
