@@ -35,7 +35,7 @@ demo: $(VENV)/.demo
 ## test      every test that needs neither a GPU nor hours
 # Files in their own order: the long ones of tests/e2e come early, and no process waits long for the other's last one.
 test: install $(PROTOBUF7)/.installed $(GEN)/.installed
-	$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder -m 'not gpu and not soak and not images'
+	$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder -m 'not gpu and not soak and not frameworks and not images'
 
 ## arm64     the native kernels' tests on an arm64 processor that QEMU imitates: half an hour; .ci/arm64.sh says what it needs
 .PHONY: arm64
@@ -46,6 +46,17 @@ arm64: install
 .PHONY: pythons
 pythons: install
 	bash .ci/client_pythons.sh $(BIN)
+
+FRAMEWORKS := $(VENV)/frameworks
+$(FRAMEWORKS)/.installed:
+	$(PYTHON) -m venv $(FRAMEWORKS)
+	$(FRAMEWORKS)/bin/python -m pip install -q --disable-pip-version-check instructor langchain-openai litellm
+	touch $@
+
+## frameworks   langchain-openai, litellm and instructor, in an environment of their own, over the HTTP face
+.PHONY: frameworks
+frameworks: install $(FRAMEWORKS)/.installed
+	$(BIN)/python -m pytest -m frameworks tests/e2e/test_http_frameworks.py
 
 ## site      docs/ as a site in build/site, without a warning; needs mkdocs-material
 .PHONY: site

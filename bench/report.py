@@ -317,8 +317,10 @@ def _settings(settings: set[tuple[int, int]]) -> str:
 
 def draw_chart(records: Mapping[str, Record], path: Path) -> None:
     """Bars, Tandem by vLLM on each class of CPU: decode, prompts, served tokens. Raises OSError."""
+    from matplotlib import rcParams
     from matplotlib.figure import Figure
 
+    rcParams["svg.hashsalt"] = "tandem"  # names in the file are then the same each time
     figure = Figure(figsize=(9, 3.2), layout="constrained")
     axis = figure.subplots()
     classes = [(tier, title) for tier, title in CLASSES.items() if f"peers-135m-{tier}" in records]

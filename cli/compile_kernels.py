@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import argparse
 import re
+from dataclasses import replace
 from pathlib import Path
 
 from cli.command import Subparsers, add_command
+from models.files.hub import fetched
 from shell.config import DecodeConfig, add_arguments, load
 from tandem.errors import ConfigError
 
@@ -35,6 +37,7 @@ def add_parser(subparsers: Subparsers) -> None:
 def run(namespace: argparse.Namespace) -> int:
     """Prints what was compiled. Raises ConfigError and CheckpointError."""
     config = load(DecodeConfig, namespace)
+    config = replace(config, model=fetched(config.model))
     try:
         from engine.kernel_cache import fill_kernel_cache
     except ModuleNotFoundError as error:

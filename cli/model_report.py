@@ -9,6 +9,7 @@ from pathlib import Path
 
 from models.config import load_model_config, read_config, read_dtype
 from models.files.gguf import find_gguf
+from models.files.hub import fetched
 from models.files.tokenizer_file import read_tokenizer
 from models.preflight import NATIVE, TRANSFORMERS, Servable, read_servable
 from models.rope_config import LongRopeScaling
@@ -29,7 +30,7 @@ Row = tuple[str, str]
 
 def model_rows(config: DecodeConfig) -> list[Row]:
     """Rows of name and value, at a worker's options. Raises CheckpointError, ConfigError, each with the remedy."""
-    found = read_servable(config.model, config.model_impl)
+    found = read_servable(fetched(config.model), config.model_impl)
     if found.quantization not in {None, "gguf"} and find_spec("torch") is not None:
         from models.quantization.config import read_quantization
 
@@ -71,14 +72,14 @@ def _form(found: Servable, quantize: str | None) -> str:
 
 
 def _texts(found: Servable) -> Iterator[Row]:
-    folder = found.checkpoint.folder
-    tokenizer = read_tokenizer(folder)
+    texts = found.checkpoint.texts
+    tokenizer = read_tokenizer(texts)
     size, vocab = tokenizer.get_vocab_size(), found.checkpoint.vocab_size
     more = "" if size <= vocab else f", of which the model knows {vocab}: it is of another model"
     yield "tokenizer", f"{size} tokens{more}"
     yield (
         "chat template",
-        "none: chats are refused; prompts as text work" if load_chat_template(folder) is None else "yes",
+        "none: chats are refused; prompts as text work" if load_chat_template(texts) is None else "yes",
     )
     ends = ", ".join(map(str, sorted(found.checkpoint.eos_token_ids)))
     yield "ends at", ends or "no token: answers run to max_tokens; set eos_token_id in generation_config.json"
@@ -125,7 +126,7 @@ def _kernels(dtype: DType, config: DecodeConfig) -> Iterator[Row]:
     device = resolve_device(config.device)
     kernels = select_kernels(config.attention_backend, device, torch_dtype(dtype), config.cpu_tier)
     yield "kernels", f"{kernels.name} on {device}, operations by {kernels.operations.name}"
-    yield "transports", ", ".join(transports.choose(config.transport, device))
+    yield "transports", ", ".join(transports.choose(config.transport, device)[0])
 
 
 def _dtype(path: Path, config: DecodeConfig) -> DType:

@@ -26,10 +26,11 @@ from cli.launch import launch_command
 from cli.supervisor import START_TIMEOUT_S, Child, RestartPolicy, Supervisor, open_process
 from kernels.cpu.core_loans import CoreLedger, CoreLoan
 from models.files.checkpoint import resolve_model
+from models.files.hub import fetched
 from models.preflight import check_loadable
 from shell import progress
 from shell.clock import MonotonicClock
-from shell.config import ServeConfig, add_arguments, argv_of, environment, load
+from shell.config import DEFAULT_ADMIN_ADDRESS, ServeConfig, add_arguments, argv_of, environment, load
 from shell.core_order import neighbouring_cores
 from shell.cores import plan_cores, share_all_cores
 from shell.gpus import DevicePlan, DeviceShare, find_gpus, plan_devices
@@ -39,7 +40,7 @@ from shell.rpc.process import StopSignal, run_process
 from shell.telemetry.logging import configure_logging, get_logger
 from shell.telemetry.stderr_lines import write_line
 from tandem.client import AsyncClient
-from tandem.errors import ConfigError
+from tandem.errors import ConfigError, TandemError
 from tandem.option_values import Share
 from tandem.security.credentials import Security
 from tandem.security.options import client_side
@@ -74,10 +75,12 @@ def run(namespace: argparse.Namespace) -> int:
     """Serves until a stop signal; returns the exit code. Raises ConfigError, CheckpointError."""
     config = load(ServeConfig, namespace)
     check_fleet(config)
-    worker = config.decode_worker
-    check_loadable(resolve_model(worker.model), worker.model_impl)  # before children start, as the next line
     Security.load(config.router.security, config.router.ports)  # each child would find the same fault
     configure_logging("serve", config.router.log_format, config.router.log_level)
+    progress.show_in_log()
+    config = config.of_model(fetched(config.decode_worker.model))  # once, for all children
+    worker = config.decode_worker
+    check_loadable(resolve_model(worker.model), worker.model_impl)  # before children start
     devices = fleet_devices(config, find_gpus(environment().get("CUDA_VISIBLE_DEVICES")))
     check_host_memory(config, devices, available_host_bytes())
     return run_process(lambda stop: _serve(config, devices, stop))
@@ -115,6 +118,7 @@ class _Server:
     async def start(self) -> None:
         """Returns once the ready line is printed; a child's failure ends the task group instead."""
         num_workers = len(self._devices.prefill) + len(self._devices.decode)
+        pages: list[str] = []
         with progress.steps("starting", 1 + num_workers) as started:
             listen = await self._start_routers()
             started()
@@ -126,8 +130,13 @@ class _Server:
             for router in self._routers:
                 async with self._connect(await router.address()) as client:
                     await client.wait_ready(START_TIMEOUT_S)
+                    with contextlib.suppress(TandemError):  # it is restarted
+                        pages.append((await client.status()).admin_address)
             for each in counting:  # one that left before it was ready is not waited for
                 each.cancel()
+        scheme = "http" if self._config.router.security.tls_cert is None else "https"
+        for address in filter(None, pages):
+            _log.info("admin page", url=f"{scheme}://{address}/")
         print(f"ready {listen}", flush=True)
 
     async def _start_routers(self) -> str:
@@ -159,9 +168,13 @@ class _Server:
         family, kind, _, _, address = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_STREAM)[0]
         held = self._held_ports.enter_context(socket.socket(family, kind))
         held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # connections of an earlier server may linger
         if is_taken(listen, shared=False):  # processes that share a port do not notice another server there
             raise ConfigError(option, f"cannot listen on {listen}; is the port in use?")
-        held.bind(address)
+        try:
+            held.bind(address)
+        except OSError as error:
+            raise ConfigError(option, f"cannot listen on {listen}: {error.strerror}") from error
         return f"{host}:{held.getsockname()[1]}"
 
     async def stop(self) -> None:
@@ -242,10 +255,15 @@ def router_spec(
 ) -> ChildSpec:
     """Returns a router on all cores: it computes little, but must answer promptly.
 
-    `index`: number of the router; an admin port that is given goes up by one from each router to the next.
+    `index`: number of the router; an admin port that is given goes up by one from each router to the next. The default
+    is the first router's.
     """
-    host, _, port = (config.router.admin_listen or "").rpartition(":")
-    admin_listen = f"{host}:{int(port) + index}" if port not in ("", "0") else config.router.admin_listen
+    admin_listen = config.router.admin_listen
+    host, _, port = (admin_listen or "").rpartition(":")
+    if index and admin_listen == DEFAULT_ADMIN_ADDRESS:
+        admin_listen = _ANY_PORT
+    elif port not in ("", "0"):
+        admin_listen = f"{host}:{int(port) + index}"
     router = replace(config.router, listen=listen, shared_listen=shared_listen, admin_listen=admin_listen)
     grace_s = router.drain_grace_s + STOP_MARGIN_S
     name = "router" if shared_listen is None else f"router-{index}"

@@ -1,4 +1,4 @@
-"""`tandem status`: what one router knows of its cluster, as tables, JSON, or live."""
+"""`tandem status`: what one router knows of its cluster, as tables, JSON, or live; and why it is so."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from rich.live import Live
 from rich.segment import Segment
 
 from cli.command import Subparsers, add_command
+from cli.explain_view import explain
 from cli.status_view import live_view, span, view
 from cli.terminal import open_console, plain, print_whole
 from shell.clock import Clock, MonotonicClock
@@ -37,6 +38,9 @@ def add_parser(subparsers: Subparsers) -> None:
     )
     shape = parser.add_mutually_exclusive_group()
     shape.add_argument("--json", action="store_true", help="print JSON")
+    shape.add_argument(
+        "--explain", action="store_true", help="say what was chosen automatically, why, and which option forces it"
+    )
     shape.add_argument(
         "--watch",
         nargs="?",
@@ -61,7 +65,7 @@ def run(namespace: argparse.Namespace) -> int:
     if namespace.json:
         print(json.dumps(asdict(status), ensure_ascii=False))
     else:
-        print_whole(open_console(), *view(status))
+        print_whole(open_console(), *(explain(status) if namespace.explain else view(status)))
     return 0
 
 

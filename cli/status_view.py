@@ -160,7 +160,7 @@ def _measured(value: float, text: Callable[[float], str], otherwise: str = "not 
 
 
 def _used(pool: PoolCounts) -> str:
-    return f"{100 * (pool.total - pool.free - pool.cached) / (pool.total or 1):.0f} %"
+    return f"{100 * pool.num_used / (pool.total or 1):.0f} %"
 
 
 @dataclass(frozen=True, slots=True)

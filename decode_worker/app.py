@@ -11,7 +11,7 @@ from dataclasses import replace
 
 from opentelemetry.trace import Tracer
 
-from decode_worker.worker import new_decode_worker
+from decode_worker.worker import new_decode_worker, objective
 from engine.graphs import MAX_CAPTURED_SEQS
 from engine.guides import Guides
 from engine.loading import EngineRole
@@ -46,8 +46,10 @@ async def serve(config: DecodeConfig, tracer: Tracer | None, stop: StopSignal) -
         block_size = engine.layout.block_size
         # One ticket must be able to name all blocks of a sequence.
         max_tokens = min(engine.sizes.max_sequence_tokens, MAX_BLOCKS * block_size)
+        info = base.info(engine)
         info = replace(
-            base.info(engine),
+            info,
+            decisions=(*info.decisions, objective(config)[1]),
             local_prefill_tokens=announced_local_tokens(config),
             max_sequence_tokens=max_tokens,
             pool_tokens=engine.pool.num_blocks * block_size,

@@ -88,6 +88,7 @@ class Decodes:
     def add_to(self, load: WorkerLoad) -> WorkerLoad:
         """Returns the load with that of this source; each choice counts as a sequence."""
         batch, budget = self._batch, self._budget
+        now = batch.num_decodes, batch.wait_ratio
         queued_tokens = self._reservations.num_tokens_in_line(computed_elsewhere=not self._elastic)
         return replace(
             load,
@@ -96,7 +97,8 @@ class Decodes:
             queued_prompt_tokens=load.queued_prompt_tokens + queued_tokens + batch.num_prompt_tokens_left,
             live_transfers=load.live_transfers + self._receiver.num_live,
             preemptions=batch.num_preemptions,
-            prompt_tokens_per_s=budget.prompt_tokens_per_s(batch.num_decodes, batch.wait_ratio),
+            prompt_tokens_per_s=budget.prompt_tokens_per_s(*now),
+            chunk_tokens=budget.tokens(*now),
         )
 
     def waits(self, *, line_moves: bool) -> Iterator[Wait]:

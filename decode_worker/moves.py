@@ -209,7 +209,7 @@ class Moves:
         if request not in self._batch:
             return  # it was released just now
         self._unreleased.add((request.router, request.handle))
-        request.router.handoff_done(request.handle, report.num_bytes, report.seconds)
+        request.router.handoff_done(request.handle, report.num_bytes, report.seconds, report.route)
         request.events.emit(Transferred(report.num_bytes, report.seconds, report.transport))
         request.events.emit(Moved(self._reason))
         self._preempted_s.clear()  # a stream has moved: what was seen before says nothing any more

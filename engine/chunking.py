@@ -12,6 +12,8 @@ from dataclasses import dataclass
 
 import torch
 
+from tandem.decision import Decision, decision
+
 _CPU_TOKENS = 512
 _GPU_TOKENS = 2048
 """Where others decode in the same step; fewer tokens do not fill a GPU."""
@@ -36,6 +38,11 @@ class ChunkTokens:
         if device.type == "cuda":
             return cls(_GPU_TOKENS, _GPU_ALONE_TOKENS)
         return cls(_CPU_TOKENS, min(full_tokens or _CPU_TOKENS, _CPU_TOKENS))
+
+    def decision(self, asked: int, device: torch.device) -> Decision:
+        """Returns why the sizes are these."""
+        value = f"at most {self.beside} tokens beside sequences that decode, {self.alone} beside none"
+        return decision("chunks of prompts", value, "--chunk-tokens", asked, f"by device: {device.type}")
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,7 +22,15 @@ from engine.engine_thread import EngineThread
 from engine.graphs import CAPTURABLE, CudaCapturer, DecodeGraphs, batch_sizes, context_bounds
 from engine.host_tier import HostTier
 from engine.kv_cache import KvCache
-from engine.memory import available_memory_bytes, blocks_that_fit, check_memory, ring_rows_for, seqs_of
+from engine.memory import (
+    available_memory_bytes,
+    blocks_that_fit,
+    check_memory,
+    pool_decision,
+    ring_rows_for,
+    seqs_decision,
+    seqs_of,
+)
 from engine.prefix_cache import PrefixCache
 from engine.runner import Runner
 from engine.warm_up import StepSizes, warm_up
@@ -37,6 +45,7 @@ from models.files.checkpoint import resolve_model
 from models.loading import LoadedModel, load_model
 from shell.config import WorkerConfig
 from shell.telemetry.logging import get_logger
+from tandem.decision import Decision
 from tandem.errors import ConfigError
 from tandem.kv_layout import SCALE_BYTES, DType, KvLayout, QuantDType
 
@@ -86,6 +95,8 @@ class Engine:
     thread: EngineThread
     backend_name: str
     sizes: EngineSizes
+    decisions: tuple[Decision, ...] = ()
+    """What loading chose by itself."""
 
     @property
     def pool(self) -> BlockPool:
@@ -165,9 +176,25 @@ def load_engine(config: WorkerConfig, role: EngineRole = ANY_ROLE) -> Engine:
         sizes=EngineSizes(
             chunk_tokens, max_seqs, min(model.config.context_tokens, kv_cache.num_blocks * layout.block_size)
         ),
+        decisions=_decisions(config, model, layout, kernels, kv_cache.num_blocks, max_seqs, chunk_tokens),
     )
     _log_loaded(engine, kernels, config.attention_backend, time.monotonic() - started_s)
     return engine
+
+
+def _decisions(
+    config: WorkerConfig,
+    model: LoadedModel,
+    layout: KvLayout,
+    kernels: Kernels,
+    num_blocks: int,
+    max_seqs: int,
+    chunk_tokens: ChunkTokens,
+) -> tuple[Decision, ...]:
+    """Returns what was chosen above, and why."""
+    pool = pool_decision(config, layout, model.device, num_blocks, max_seqs * model.config.context_tokens)
+    chunks = chunk_tokens.decision(config.chunk_tokens, model.device)
+    return (*filter(None, (kernels.decision,)), pool, seqs_decision(config.max_seqs, max_seqs), chunks)
 
 
 def _log_loaded(engine: Engine, kernels: Kernels, attention_asked: str, seconds: float) -> None:

@@ -15,6 +15,7 @@ import torch
 
 from shell.config import WorkerConfig
 from shell.host_memory import available_host_bytes
+from tandem.decision import Decision, decision
 from tandem.errors import ConfigError
 from tandem.kv_layout import KvLayout
 
@@ -39,6 +40,13 @@ def seqs_of(asked: int, device: torch.device) -> int:
         return asked
     is_large = device.type == "cuda" and torch.cuda.get_device_properties(device).total_memory >= LARGE_GPU_BYTES
     return MANY_SEQS if is_large else FEW_SEQS
+
+
+def seqs_decision(asked: int, num_seqs: int) -> Decision:
+    """Returns why a batch has `num_seqs` sequences, as `seqs_of` found them."""
+    large = f"{LARGE_GPU_BYTES / 1e9:.0f} GB"
+    why = f"a GPU of {large} and more" if num_seqs == MANY_SEQS else f"no GPU of {large} and more"
+    return decision("sequences in a batch", num_seqs, "--max-seqs", asked, why)
 
 
 def available_memory_bytes(device: torch.device, root: Path = Path("/")) -> int:
@@ -82,6 +90,23 @@ def blocks_that_fit(
             "--kv-memory", f"holds no KV block of {layout.block_bytes} bytes: give more, or a smaller --block-size"
         )
     return num_blocks
+
+
+def pool_decision(
+    config: WorkerConfig, layout: KvLayout, device: torch.device, num_blocks: int, max_tokens: int
+) -> Decision:
+    """Returns why the pool has `num_blocks`, as `blocks_that_fit` found them."""
+    value = f"{num_blocks} blocks of {layout.block_size} tokens, {num_blocks * layout.block_bytes / GIB:.2f} GiB"
+    if config.kv_blocks is not None:
+        return decision("KV pool", value, "--kv-blocks", True, "")
+    if num_blocks == layout.blocks_for(max_tokens):
+        why = f"all sequences of a batch fit at their longest: {max_tokens} tokens"
+    elif device.type == "cuda":
+        why = f"{GPU_SHARE:.0%} of the GPU's free memory, shared by {config.device_workers}, less what steps take"
+    else:
+        num_workers, most_gib = config.host_workers or 2, CPU_CAP_BYTES // GIB
+        why = f"{HOST_SHARE:.0%} of the machine's free memory, shared by {num_workers}, {most_gib} GiB at most"
+    return decision("KV pool", value, "--kv-memory", config.kv_memory_bytes is not None, why)
 
 
 def ring_rows_for(config: WorkerConfig, layout: KvLayout, num_blocks: int, root: Path = Path("/")) -> int:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.util import find_spec
 
 import torch
@@ -18,6 +18,7 @@ from kernels.operations import Kernels, Rotation
 from kernels.quantized import QuantForm, zero_weight
 from kernels.quantized_kv import LARGEST
 from shell.telemetry.logging import get_logger
+from tandem.decision import decision
 from tandem.errors import ConfigError, InternalError
 from tandem.kv_layout import SCALE_BYTES
 
@@ -138,7 +139,8 @@ def select_kernels(name: str, device: torch.device, dtype: torch.dtype, cpu_tier
         if obstacle is not None:
             raise ConfigError(_TIER_OPTION, f"{cpu_tier} cannot run on {device}: {obstacle}")
         _log.info("kernels chosen", name=_CPU, what=f"native C++ kernels, tier {cpu_tier}, as {_TIER_OPTION} says")
-        return cpu.load(cpu_tier)
+        asked = decision("kernels", f"{_CPU}, tier {cpu_tier}", _TIER_OPTION, cpu_tier, "")
+        return replace(cpu.load(cpu_tier), decision=asked)
     passed_over: list[str] = []
     for entry in _REGISTRY:
         if name not in (AUTO, entry.name):
@@ -147,8 +149,9 @@ def select_kernels(name: str, device: torch.device, dtype: torch.dtype, cpu_tier
         if obstacle is None:
             if name == AUTO:
                 _log.info("kernels chosen", name=entry.name, what=entry.describe(), passed_over="; ".join(passed_over))
+            why = "; ".join((entry.describe(), *passed_over))
             with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
-                return entry.load()
+                return replace(entry.load(), decision=decision("kernels", entry.name, _OPTION, name != AUTO, why))
         if name != AUTO:
             raise ConfigError(_OPTION, f"{name} cannot run on {device}: {obstacle}; leave {_OPTION} out")
         passed_over.append(f"{entry.name}: {obstacle}")

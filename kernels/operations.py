@@ -19,6 +19,7 @@ from kernels.gate_products import gate_product
 from kernels.gates import Activation, Gate
 from kernels.quantized import QuantizedWeight
 from kernels.sampling import RowMaximum, Sampler
+from tandem.decision import Decision
 
 if TYPE_CHECKING:
     from kernels.compiled_step import CompiledStep, DecoderParts
@@ -199,6 +200,8 @@ class Kernels:
     """Prompt tokens of a step beyond which more do not make any of them cheaper; None = not known."""
     compile_step: Callable[[DecoderParts], CompiledStep | None] | None = None
     """Makes one call of a decoder's step; None, or what returns None, leaves it to the operations one by one."""
+    decision: Decision | None = None
+    """Why these were chosen; None = they were not, but loaded by name."""
 
     @property
     def name(self) -> str:

@@ -38,7 +38,7 @@ import torch
 from kvtransfer.rows import Rows
 from tandem.errors import TransferError
 from tandem.kv_layout import KvLayout
-from tandem.types import BlockId, Incarnation
+from tandem.types import BlockId, Incarnation, KvRoute
 
 
 class SenderGaveUp(TransferError):
@@ -127,6 +127,13 @@ class TransferReport:
     num_bytes: int
     seconds: float
     """Spent in `push` and `commit`: staging on both sides included, until the blocks are in the receiving pool."""
+    passed_over: str = ""
+    """See `SendingLane.passed_over`."""
+
+    @property
+    def route(self) -> KvRoute:
+        """How the blocks travelled."""
+        return KvRoute(self.transport, self.passed_over)
 
 
 class HandoffListener(Protocol):

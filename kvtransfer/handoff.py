@@ -133,7 +133,8 @@ class OutgoingHandoff:
             await self._until(lambda: self._committed)
             self._busy_s += self._clock.now_s() - started_s
         num_blocks = len(self._checksums)  # committed, so that every one was pushed
-        return TransferReport(self._lane.name, num_blocks, num_blocks * self._pool.block_bytes, self._busy_s)
+        num_bytes = num_blocks * self._pool.block_bytes
+        return TransferReport(self._lane.name, num_blocks, num_bytes, self._busy_s, self._lane.passed_over)
 
     async def abort(self) -> None:
         """See `base.Handoff.abort`."""

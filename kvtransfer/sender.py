@@ -121,7 +121,7 @@ class KvSender:
                 continue
             try:
                 async with asyncio.timeout(self._timing.lease_s):
-                    link = await self._dial_over(transport, endpoint)
+                    link = await self._dial_over(transport, endpoint, _listed(passed_over))
             except HandshakeMismatch:
                 raise
             except (OSError, TransferError) as error:
@@ -162,8 +162,9 @@ class KvSender:
         against = f". {_listed(reasons)}" if reasons else ""
         return TransferError(f"no common transport: the peer offers {offered}{against}")
 
-    async def _dial_over(self, transport: Transport, endpoint: Endpoint) -> Link:
+    async def _dial_over(self, transport: Transport, endpoint: Endpoint, passed_over: str) -> Link:
         sock, lane = await self._connect(transport, endpoint)
+        lane.passed_over = "--transport says so" if self._is_forced else passed_over
         connection = Connection(sock, self._timing)
         try:
             await lane.secure(connection)

@@ -131,6 +131,9 @@ class Lane:
 class SendingLane(Lane):
     """The sender's end."""
 
+    passed_over = ""
+    """Transports that come before this one, and why they were passed over, for people; set by who dialled."""
+
     def __init__(self, pool: Pool, ring: Ring | None = None, work: DeviceWork | None = None) -> None:
         """`ring`: whose rows the blocks of a WRITE pass through; None = they need none."""
         super().__init__(pool, work)

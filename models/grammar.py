@@ -54,7 +54,7 @@ class GrammarCompiler:
     def __init__(
         self, path: Path, vocab_size: int, eos_token_ids: Iterable[TokenId], files: ReadFiles | None = None
     ) -> None:
-        """`path`: of the checkpoint. `vocab_size`: of the logits; ids that its tokenizer lacks are not allowed.
+        """`path`: of the tokenizer. `vocab_size`: of the logits; ids that the tokenizer lacks are not allowed.
 
         `files`: those that must be as they were when the tokenizer is read.
         """
@@ -70,7 +70,7 @@ class GrammarCompiler:
     @classmethod
     def of(cls, checkpoint: CheckpointInfo) -> GrammarCompiler:
         """Returns a checkpoint's compiler."""
-        return cls(checkpoint.folder, checkpoint.vocab_size, checkpoint.eos_token_ids, checkpoint.read)
+        return cls(checkpoint.texts, checkpoint.vocab_size, checkpoint.eos_token_ids, checkpoint.read)
 
     @property
     def num_mask_words(self) -> int:

@@ -264,7 +264,7 @@ class Prompts:
         """See `OutgoingOwner`."""
         if request not in self._live:
             return  # it was released just now
-        request.router.handoff_done(request.handle, report.num_bytes, report.seconds)
+        request.router.handoff_done(request.handle, report.num_bytes, report.seconds, report.route)
         request.events.emit(Transferred(report.num_bytes, report.seconds, report.transport))
         self._owner.end(request)
 

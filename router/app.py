@@ -6,6 +6,7 @@ import asyncio
 import gc
 from collections.abc import Awaitable, Callable
 from contextlib import AsyncExitStack
+from dataclasses import replace
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
@@ -14,6 +15,7 @@ from random import Random
 from opentelemetry.trace import Tracer
 
 from models.files.checkpoint import CheckpointInfo
+from models.files.hub import fetched
 from models.preflight import read_servable
 from router.admission import Admission, AdmissionQueue
 from router.delivery import Unread
@@ -33,9 +35,10 @@ from router.tuning import FEWEST_ACTIVE
 from router.worker_link import WorkerLink
 from router.workers import Workers
 from shell.admin.content import AdminContent, RouterReport
+from shell.admin.history import History
 from shell.admin.port import admin_port
 from shell.clock import Clock, MonotonicClock
-from shell.config import RouterConfig
+from shell.config import DEFAULT_ADMIN_ADDRESS, RouterConfig
 from shell.http.server import HttpServer
 from shell.rpc.process import StopSignal, run_process
 from shell.rpc.server import RpcServer, Service
@@ -44,8 +47,8 @@ from shell.telemetry.logging import configure_logging
 from shell.telemetry.loop_lag import LoopLag
 from shell.telemetry.metric import Process
 from shell.telemetry.metrics import Metrics
+from shell.telemetry.otlp import exporting_metrics, tracing
 from shell.telemetry.recent_latencies import RecentLatencies
-from shell.telemetry.tracing import tracing
 from tandem.security.credentials import Outgoing, Security
 from tandem.types import new_incarnation
 from tandem.v1.cluster_pb2_grpc import add_ClusterServiceServicer_to_server
@@ -57,6 +60,7 @@ _STALL_S = 30.0
 prompt on a starved CPU may take several seconds)."""
 
 
+_SERVICE_NAME = "tandem-router"
 _GC_THRESHOLD = 50_000
 """New objects before the youngest are searched for cycles. A step brings thousands that no cycle holds: at Python's own
 threshold, 700, a sixth of the router's time went into looking through them."""
@@ -112,7 +116,7 @@ class Router:
             checkpoint, self.tokenization, config.limits, rooms, unread, config.max_priority, self.grammars
         )
         self.status = RouterStatus(
-            config, checkpoint.name, self.workers, admission, self.entrance, self.recent, self.clock
+            config, checkpoint.name, self.workers, admission, self.entrance, counting, self.clock
         )
         self.metrics.add_reader(self.status.readings)
         self._server = RpcServer(
@@ -128,9 +132,11 @@ class Router:
 
     async def serve(self, until: Callable[[], Awaitable[None]], on_listening: Callable[[int], None]) -> None:
         """Serves until `until` returns; then finishes what runs, within the drain's grace."""
+        history = History(self.status.history)
         content = AdminContent(
             health=self._server.health,
             report=lambda: RouterReport(cluster=self.status.cluster()),
+            history=history.report,
             metrics=self.metrics.exposition,
             targets=self.status.scrape_targets,
         )
@@ -139,7 +145,9 @@ class Router:
             stack.callback(self.grammars.close)
             stack.enter_context(LoopLag(self.metrics))
             await stack.enter_async_context(self.workers)
-            admin = admin_port(self.config.admin_listen, content, self._security.incoming)
+            stack.enter_context(history)
+            falls_back = self.config.admin_listen == DEFAULT_ADMIN_ADDRESS
+            admin = admin_port(self.config.admin_listen, content, self._security.incoming, falls_back=falls_back)
             self.status.admin_address = await stack.enter_async_context(admin)
             port = await self._server.start()
             if self._http is not None:
@@ -182,8 +190,13 @@ class Router:
         registry = RegistryServicer(self.workers, outgoing)
         cluster = ClusterServicer(status, registry)
         return (
-            Service(INFERENCE_SERVICE, partial(add_InferenceServiceServicer_to_server, inference), writers=WRITERS),
-            Service(CLUSTER_SERVICE, partial(add_ClusterServiceServicer_to_server, cluster)),
+            Service(
+                INFERENCE_SERVICE,
+                partial(add_InferenceServiceServicer_to_server, inference),
+                writers=WRITERS,
+                probes=("GetModel",),
+            ),
+            Service(CLUSTER_SERVICE, partial(add_ClusterServiceServicer_to_server, cluster), probes=("GetStatus",)),
             Service(REGISTRY_SERVICE, partial(add_RegistryServiceServicer_to_server, registry), long_lived=True),
             kserve_service(KserveServicer(checkpoint, entrance, status, self.clock, config.limits)),
             vllm_service(VllmServicer(checkpoint, config, entrance, status)),
@@ -193,7 +206,7 @@ class Router:
 def _load_tokenization(config: RouterConfig, checkpoint: CheckpointInfo) -> Tokenization:
     """Reads the files that `config_fingerprint` is of. Raises CheckpointError if one has changed since, ConfigError."""
     template = None if config.chat_template is None else Path(config.chat_template)
-    tokenization = Tokenization.load(checkpoint.folder, template, checkpoint.eos_token_ids)
+    tokenization = Tokenization.load(checkpoint.texts, template, checkpoint.eos_token_ids)
     checkpoint.read.check()
     return tokenization
 
@@ -210,15 +223,17 @@ async def _first_of(health: asyncio.Task[None], until: Callable[[], Awaitable[No
 
 
 def run(config: RouterConfig) -> int:
-    """Runs the process until SIGTERM; returns its exit code. Raises ConfigError."""
+    """Runs the process until SIGTERM; returns its exit code. Raises ConfigError, CheckpointError."""
     configure_logging("router", config.log_format, config.log_level)
+    config = replace(config, model=fetched(config.model, weights=False))
 
     async def main(tracer: Tracer | None, stop: StopSignal) -> None:
         router = Router(config, tracer=tracer)
         gc.freeze()
         gc.set_threshold(_GC_THRESHOLD)
         host = config.listen.rpartition(":")[0]
-        await router.serve(stop.wait, lambda port: print(f"ready {host}:{port}", flush=True))
+        with exporting_metrics(router.metrics, _SERVICE_NAME):
+            await router.serve(stop.wait, lambda port: print(f"ready {host}:{port}", flush=True))
 
-    with tracing("tandem-router") as tracer:
+    with tracing(_SERVICE_NAME) as tracer:
         return run_process(partial(main, tracer))

@@ -33,7 +33,7 @@ from shell.telemetry.events import KvArrived, PromptComputed, RequestEvents
 from tandem.convert import group_to_proto
 from tandem.errors import InvalidOutput, Reason, TandemError, TransferError, Unavailable
 from tandem.lifecycle import RequestState
-from tandem.types import GroupSpec, Handle, TokenDelta, TokenLogprobs, WorkerInfo
+from tandem.types import UNKNOWN_ROUTE, GroupSpec, Handle, KvRoute, TokenDelta, TokenLogprobs, WorkerInfo
 from tandem.v1 import worker_pb2
 
 _OTHER_WORD_S = 0.1
@@ -308,14 +308,14 @@ class Attempt:
         self._computed = True
         self._hear(sender, wake=True)
 
-    def handoff_done(self, sender: WorkerInfo, num_bytes: int, seconds: float) -> None:
+    def handoff_done(self, sender: WorkerInfo, num_bytes: int, seconds: float, route: KvRoute = UNKNOWN_ROUTE) -> None:
         """The decode worker holds the KV; from the prefill worker nothing more is awaited."""
         if self._prefill is not None:
             self._prefill.is_open = False
             if self._source is not None:
                 self._prefill.release()  # the worker that drains waits for this
         self._awaited.clear()
-        self._events.emit(KvArrived(num_bytes, seconds))
+        self._events.emit(KvArrived(num_bytes, seconds, route))
         self._attached = True
         if not self._arrived:
             self._arrived = True

@@ -21,6 +21,8 @@ from jinja2.parser import Parser
 from jinja2.runtime import Macro
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from models.files.gguf import read_gguf
+from models.files.gguf_tokenizer import gguf_settings
 from router.request import ChatPrompt
 from tandem.errors import CheckpointError, InvalidRequest
 
@@ -187,8 +189,11 @@ def _refusal(why: str, conversation: Conversation) -> str:
 
 
 def load_chat_template(path: Path, file: Path | None = None) -> ChatTemplates | None:
-    """The templates of a checkpoint folder, or that of `file`; None if there are none. Raises CheckpointError."""
-    config = _read_json(path / "tokenizer_config.json")
+    """The templates of a checkpoint folder or GGUF file, or that of `file`; None if there are none.
+
+    Raises CheckpointError.
+    """
+    config = gguf_settings(read_gguf(path)) if path.is_file() else _read_json(path / "tokenizer_config.json")
     sources = _template_sources(path, config) if file is None else {_DEFAULT: _read_template(file)}
     if not sources:
         return None

@@ -8,13 +8,16 @@ are those within a choice; the first one of a choice counts from the request's f
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 
+from router.recent_requests import RecentRequests
 from shell.clock import Clock
-from shell.telemetry import events
+from shell.telemetry import events, gen_ai_names
 from shell.telemetry import metric_names as names
 from shell.telemetry.metrics import Metrics
 from shell.telemetry.recent_latencies import RecentLatencies
-from shell.telemetry.trace_context import sampled_trace_id_of
+from shell.telemetry.trace_context import CANCELLED, sampled_trace_id_of, trace_id_of
+from tandem.cluster_status import SlowRequest
 from tandem.types import FinishReason, PlacementReason
 
 
@@ -24,6 +27,7 @@ class RouterMetrics:
     def __init__(self, metrics: Metrics, recent: RecentLatencies, clock: Clock) -> None:
         self.clock = clock
         self.recent = recent
+        self.last = RecentRequests(clock)
         self.requests = metrics.counter(names.REQUESTS)
         self.failures = metrics.counter(names.REQUEST_FAILURES)
         self.refusals = metrics.counter(names.REQUESTS_REFUSED)
@@ -43,6 +47,14 @@ class RouterMetrics:
         self.prefill_s = metrics.histogram(names.PREFILL_SECONDS)
         self.transfer_s = metrics.histogram(names.REQUEST_TRANSFER_SECONDS)
         self.decode_s = metrics.histogram(names.DECODE_SECONDS)
+        self.token_s = metrics.histogram(names.REQUEST_TOKEN_SECONDS)
+        self.gen_ai_first_token_s, self.gen_ai_token_s = (
+            {each: metrics.histogram(metric, each) for each in gen_ai_names.OPERATIONS}
+            for metric in (gen_ai_names.TIME_TO_FIRST_TOKEN, gen_ai_names.TIME_PER_OUTPUT_TOKEN)
+        )
+        self.gen_ai_duration_s = partial(metrics.histogram, gen_ai_names.REQUEST_DURATION)
+        for each in gen_ai_names.OPERATIONS:
+            self.gen_ai_duration_s(each, "")
         self.prompt_sizes = metrics.histogram(names.REQUEST_PROMPT_TOKENS)
         self.completion_sizes = metrics.histogram(names.REQUEST_COMPLETION_TOKENS)
 
@@ -75,8 +87,9 @@ class Timeline:
     """
 
     __slots__ = (
-        *("_admitted", "_first_s", "_last_of", "_last_s", "_num_prompt_tokens", "_of", "_prefill_s", "_queue_s"),
-        *("_trace_id", "_transfer_bytes", "_transfer_s", "arrived_s", "cached_tokens"),
+        *("_admitted", "_computed_at", "_first_s", "_last_of", "_last_s", "_num_prompt_tokens", "_of", "_operation"),
+        *("_placed", "_prefill_s", "_queue_s", "_request_id", "_trace_id", "_traceparent", "_transfer_bytes"),
+        *("_transfer_s", "arrived_s", "cached_tokens"),
     )
 
     def __init__(self, of: RouterMetrics) -> None:
@@ -84,7 +97,13 @@ class Timeline:
         self.arrived_s = of.clock.now_s()
         self._trace_id = ""
         """For exemplars, of what is counted once a request; empty unless the trace is recorded."""
+        self._request_id = self._traceparent = ""
+        self._placed: events.Placed | None = None
+        """Where the request is, or was last."""
+        self._computed_at: events.Placed | None = None
+        """The same, without moves."""
         self._num_prompt_tokens = 0
+        self._operation = gen_ai_names.TEXT_COMPLETION
         self._admitted = False
         self._queue_s: float | None = None
         """None until the prompt is computed."""
@@ -108,7 +127,9 @@ class Timeline:
     def begin(self, event: events.RequestBegan) -> None:
         """The request was read."""
         self._trace_id = sampled_trace_id_of(event.traceparent)
+        self._request_id, self._traceparent = event.request_id, event.traceparent
         self._num_prompt_tokens = event.num_prompt_tokens
+        self._operation = gen_ai_names.CHAT if event.is_chat else gen_ai_names.TEXT_COMPLETION
 
     def hear(self, event: events.RequestEvent) -> None:
         """A listener of the request. Tokens come most often."""
@@ -121,6 +142,7 @@ class Timeline:
         if self._first_s is None:
             self._first_s = now_s
             of.first_token_s.observe(now_s - self.arrived_s, trace_id=self._trace_id)
+            of.gen_ai_first_token_s[self._operation].observe(now_s - self.arrived_s)
             of.recent.first_token(now_s - self.arrived_s)
             num_tokens -= 1
         if num_tokens:
@@ -143,9 +165,13 @@ class Timeline:
                 of.placement_reasons.add(1, event.reason)
                 of.recent.placed(event.reason)
                 of.prefix_placements.add(1, event.prefix_at)
+                self._placed, self._computed_at = event, self._computed_at if is_move else event
             case events.PromptComputed() if self._queue_s is None:  # else a replay
                 self._prompt_computed(event)
-            case events.KvArrived(num_bytes, seconds):
+            case events.KvArrived(num_bytes, seconds, route):
+                if self._placed is not None and (source := self._placed.prefill) is not None:
+                    target = self._placed.decode.worker_id
+                    of.last.handed_over(source.worker_id, target, num_bytes, seconds, route)
                 self._transfer_bytes += num_bytes
                 self._transfer_s += seconds
                 of.transfer_s.observe(seconds, trace_id=self._trace_id)
@@ -175,25 +201,55 @@ class Timeline:
         of.prefill_s.observe(event.prefill_s, trace_id=self._trace_id)
         of.prompt_tokens.add(self._num_prompt_tokens)
         of.cached_tokens.add(event.cached_tokens)
+        of.recent.prompt_computed(self._num_prompt_tokens, event.cached_tokens)
         of.prompt_sizes.observe(self._num_prompt_tokens)
 
     def _ended(self, event: events.RequestEnded) -> None:
         of, total_s, reasons = self._of, self.total_s, event.finish_reasons
+        error_type = CANCELLED if event.error is None else event.error.reason.value
+        of.gen_ai_duration_s(self._operation, "" if reasons else error_type).observe(total_s)
+        outcome = "cancelled" if event.error is None else "failed"
         if reasons:
-            of.requests.add(1, FinishReason.LENGTH if FinishReason.LENGTH in reasons else reasons[0])
+            outcome = FinishReason.LENGTH if FinishReason.LENGTH in reasons else reasons[0]
+        of.last.ended(*self._ended_request(event, outcome))
+        if reasons:
+            of.requests.add(1, outcome)
             of.request_s.observe(total_s, trace_id=self._trace_id)
             of.recent.finished(total_s)
             of.completion_sizes.observe(event.num_completion_tokens)
             if self._first_s is not None:
                 of.decode_s.observe(self._last_s - self._first_s, trace_id=self._trace_id)
+                self._mean_gap(event.num_completion_tokens - 1, self._first_s)
             return
         of.recent.broken_off()
         if self._first_s is None:
             of.without_token_s.observe(total_s, trace_id=self._trace_id)
-        if event.error is None:
-            of.requests.add(1, "cancelled")
-        elif not self._admitted:
+        if event.error is not None and not self._admitted:
             of.refusals.add(1, event.error.reason)
-        else:
-            of.requests.add(1, "failed")
+            return
+        of.requests.add(1, outcome)
+        if event.error is not None:
             of.failures.add(1, event.error.reason)
+
+    def _ended_request(self, event: events.RequestEnded, outcome: str) -> tuple[SlowRequest, PlacementReason | None]:
+        at = self._computed_at
+        request = SlowRequest(
+            request_id=self._request_id,
+            trace_id=trace_id_of(self._traceparent),
+            outcome=outcome,
+            age_s=0.0,
+            total_s=self.total_s,
+            first_token_s=0.0 if self._first_s is None else self._first_s - self.arrived_s,
+            prompt_tokens=self._num_prompt_tokens,
+            completion_tokens=event.num_completion_tokens,
+            prefill="" if at is None else (at.prefill or at.decode).worker_id,
+            decode="" if self._placed is None else self._placed.decode.worker_id,
+        )
+        return request, None if at is None else at.reason
+
+    def _mean_gap(self, num_gaps: int, first_s: float) -> None:
+        """Counts the mean of the gaps within choices, each of which begins with the request's first token."""
+        if num_gaps > 0:
+            mean_s = sum(last_s - first_s for last_s in self._last_of.values()) / num_gaps
+            self._of.token_s.observe(mean_s, trace_id=self._trace_id)
+            self._of.gen_ai_token_s[self._operation].observe(mean_s)

@@ -13,6 +13,7 @@ from __future__ import annotations
 from opentelemetry.trace import Span, Tracer, get_current_span, set_span_in_context
 
 from shell.telemetry import events
+from shell.telemetry.gen_ai_names import CHAT, TEXT_COMPLETION, attributes_of
 from shell.telemetry.trace_context import CANCELLED, context_of, mark_failed, traceparent_of
 from tandem.types import Language, PlacementReason, SamplingParams
 
@@ -36,10 +37,8 @@ class RequestSpans:
         if self._tracer is None:
             return event.traceparent, None
         attributes: dict[str, str | float] = {
-            "gen_ai.operation.name": "chat" if event.is_chat else "text_completion",
-            "gen_ai.provider.name": "tandem",
-            "gen_ai.request.model": self._model,
-            "gen_ai.response.model": self._model,
+            "gen_ai.operation.name": CHAT if event.is_chat else TEXT_COMPLETION,
+            **attributes_of(self._model),
             "gen_ai.response.id": event.request_id,
             "gen_ai.usage.input_tokens": event.num_prompt_tokens,
             **_sampling_attributes(event.sampling),

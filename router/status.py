@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
+from dataclasses import replace
 
 from router.admission import Admission
 from router.entrance import Entrance
+from router.metrics import RouterMetrics
 from router.placement import Obstacle, WorkerView
 from router.serving_set import SetId
 from router.tuning import ACTIVE_PER_SEAT, FEWEST_ACTIVE
@@ -18,10 +20,11 @@ from shell.rpc.open_files import OpenFiles
 from shell.rpc.server import RpcServer
 from shell.telemetry import metric_names as names
 from shell.telemetry.metric import Labels
+from shell.telemetry.metrics import Counter as Counts
 from shell.telemetry.metrics import Reading
-from shell.telemetry.recent_latencies import RecentLatencies
 from tandem import __version__
-from tandem.cluster_status import ClusterStatus, WorkerStatus
+from tandem.cluster_status import ClusterStatus, ReasonCount, WorkerStatus
+from tandem.decision import Decision, decision
 from tandem.types import PoolCounts, WorkerLoad
 
 _UNKNOWN_LOAD = WorkerLoad(0, 0, 0, 0, PoolCounts(0, 0, 0, 0, 0, 0, 0, 0), 0, draining=False)
@@ -45,7 +48,7 @@ class RouterStatus:
         workers: Workers,
         admission: Admission,
         entrance: Entrance,
-        recent: RecentLatencies,
+        counts: RouterMetrics,
         clock: Clock,
     ) -> None:
         self.admin_address = ""
@@ -56,7 +59,7 @@ class RouterStatus:
         self._admission = admission
         self._queue = admission.queue
         self._entrance = entrance
-        self._recent = recent
+        self._counts = counts
         self._clock = clock
         self._began_s = clock.now_s()
 
@@ -112,8 +115,34 @@ class RouterStatus:
             version=__version__,
             uptime_s=self._clock.now_s() - self._began_s,
             admin_address=self.admin_address,
-            recent=self._recent.activity(),
+            recent=replace(self._counts.recent.activity(), last_placements=self._counts.last.placements()),
+            decisions=(self._active_decision(),),
+            handoffs=self._counts.last.handoffs(),
+            failures=_reasons(self._counts.failures),
+            refusals=_reasons(self._counts.refusals),
+            slow_requests=self._counts.last.slowest(),
         )
+
+    def _active_decision(self) -> Decision:
+        why = f"{ACTIVE_PER_SEAT} for each seat of the workers that serve, {FEWEST_ACTIVE} at least"
+        asked = self._config.max_active_requests
+        return decision("requests under way at a time", self.max_active_requests, "--max-active-requests", asked, why)
+
+    def history(self) -> dict[str, float]:
+        """Returns the figures that the admin page draws, by name."""
+        status = self.cluster()
+        figures = {
+            "active": status.active_requests,
+            "queued": status.queued_requests,
+            "request-rate": status.recent.requests_per_s,
+            "token-rate": status.recent.tokens_per_s,
+            "failed": sum(each.count for each in (*status.failures, *status.refusals)),
+        }
+        for latency in status.recent.latencies if status.recent.total_requests else ():
+            if latency.count:
+                figures[f"{latency.name}/p50"], figures[f"{latency.name}/p99"] = latency.p50_s, latency.p99_s
+        used = {f"used/{each.info.worker_id}": each.load.pool.num_used for each in status.workers}
+        return figures | used
 
     def scrape_targets(self) -> list[ScrapeTarget]:
         """Every admin port of the cluster, this router's first."""
@@ -144,3 +173,9 @@ class RouterStatus:
         if SetId.of(view.info) in self._workers.serving.apart:
             return "set_apart"
         return "set_aside" if view.set_aside else "ready"
+
+
+def _reasons(counts: Counts) -> tuple[ReasonCount, ...]:
+    """Those that were counted, most frequent first."""
+    met = [ReasonCount(reason, int(count)) for (reason,), count in counts.items() if count]
+    return tuple(sorted(met, key=lambda each: -each.count))

@@ -1,4 +1,4 @@
-"""Turns text into tokens and back, with the checkpoint's own tokenizer.json.
+"""Turns text into tokens and back, with the checkpoint's own tokenizer.
 
 Gives what `transformers` gives: text prompts with the special tokens that the tokenizer adds,
 chats rendered by their template without. Long texts are done in threads, small ones first, a bounded
@@ -77,7 +77,7 @@ class Tokenization:
     def load(
         cls, path: Path, chat_template: Path | None = None, ends: frozenset[TokenId] = frozenset()
     ) -> Tokenization:
-        """Reads a checkpoint folder; the file `chat_template`, if given, takes the place of its template.
+        """Reads a checkpoint folder or GGUF file; the file `chat_template`, if given, takes the place of its template.
 
         Raises CheckpointError that names the file.
         """

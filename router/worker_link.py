@@ -24,7 +24,7 @@ from tandem.errors import InternalError, InvalidOutput, Reason, TandemError, Una
 from tandem.rpc.channel import open_channel
 from tandem.rpc.received_error import error_from_rpc
 from tandem.security.credentials import Outgoing
-from tandem.types import Handle, Incarnation, TokenDelta, TokenLogprobs, WorkerInfo
+from tandem.types import UNKNOWN_ROUTE, Handle, Incarnation, KvRoute, TokenDelta, TokenLogprobs, WorkerInfo
 from tandem.v1 import worker_pb2, worker_pb2_grpc
 
 _HELLO_TIMEOUT_S = 5.0
@@ -53,7 +53,7 @@ class GroupListener(Protocol):
     def prefill_done(self, sender: WorkerInfo, queue_s: float, prefill_s: float, cached_tokens: int) -> None:
         """The prompt is computed, but for the first `cached_tokens`, whose KV the worker had; first tokens follow."""
 
-    def handoff_done(self, sender: WorkerInfo, num_bytes: int, seconds: float) -> None:
+    def handoff_done(self, sender: WorkerInfo, num_bytes: int, seconds: float, route: KvRoute = UNKNOWN_ROUTE) -> None:
         """The decode worker that it was sent to has verified and attached the KV. Nothing follows from `sender`."""
 
     def leaving(self, sender: WorkerInfo) -> None:
@@ -275,7 +275,8 @@ class WorkerLink:
                     times_s = message.queue_seconds, message.prefill_seconds
                     listener.prefill_done(self._info, *times_s, message.cached_tokens)
                 case "handoff_done":
-                    listener.handoff_done(self._info, message.transfer_bytes, message.transfer_seconds)
+                    route = KvRoute(message.transport, message.passed_over)
+                    listener.handoff_done(self._info, message.transfer_bytes, message.transfer_seconds, route)
         except Exception as error:  # noqa: BLE001
             self._fail_one(message.handle, listener, error)
 

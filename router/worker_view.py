@@ -57,7 +57,7 @@ class WorkerView:
         num_seqs = self.num_seqs + demand.num_choices
         num_tokens = self.assigned_tokens + self.load.queued_prompt_tokens + self.lacking_tokens(demand)
         missing_blocks = -(-num_tokens // max(1, pool.block_size))
-        num_blocks = pool.total - pool.free - pool.cached + missing_blocks
+        num_blocks = pool.num_used + missing_blocks
         return max(num_seqs / seats if seats else 0.0, num_blocks / max(1, pool.total))
 
     @property

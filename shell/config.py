@@ -10,7 +10,7 @@ from __future__ import annotations
 import argparse
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, TypeVar
 
@@ -23,6 +23,7 @@ from shell.worker_config import (
     PrefillConfig,
     ProcessConfig,
     WorkerConfig,
+    admin_option,
     config_option,
 )
 from tandem import options
@@ -51,6 +52,8 @@ __all__ = [
     "show_gpus",
 ]
 
+DEFAULT_ADMIN_ADDRESS = "127.0.0.1:9090"
+"""A router's, as in every manifest; where another process has it, the router takes any free port."""
 _VISIBLE_GPUS = "CUDA_VISIBLE_DEVICES"
 _CORE_LOAN = "TANDEM_CORE_LOAN"
 """Set by `tandem serve` for its workers alone; not an option."""
@@ -88,6 +91,7 @@ class RouterConfig(ProcessConfig):
         none_word="none",
     )
     listen: str = _address("listen", DEFAULT_ADDRESS, "address to serve on", host_port(port_zero=True))
+    admin_listen: str | None = admin_option(DEFAULT_ADMIN_ADDRESS)
     shared_listen: str | None = option(
         Section.INTERNAL,
         "shared-listen",
@@ -217,6 +221,15 @@ class ServeConfig:
     def is_static(self) -> bool:
         """Whether its workers have static roles."""
         return self.num_prefill is not None or self.num_decode is not None
+
+    def of_model(self, model: str) -> ServeConfig:
+        """The same with another `--model`."""
+        return replace(
+            self,
+            router=replace(self.router, model=model),
+            prefill_worker=replace(self.prefill_worker, model=model),
+            decode_worker=replace(self.decode_worker, model=model),
+        )
 
 
 _ALL: tuple[type[Any], ...] = (RouterConfig, PrefillConfig, DecodeConfig, ElasticConfig, ServeConfig, ClientConfig)

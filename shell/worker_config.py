@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 from tandem.limits import Limits
 from tandem.option_values import (
@@ -55,6 +55,18 @@ config_option = partial(
 )
 
 
+def admin_option(default: str) -> Any:
+    """The option of the admin port."""
+    return _address(
+        "admin-listen",
+        default,
+        "address of the admin port: metrics, a page to look at, probes; port 0 = any free one, and so is a router's "
+        "default where it is taken",
+        host_port(port_zero=True),
+        none_word="none",
+    )
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProcessConfig:
     """Options that router and workers have alike."""
@@ -63,7 +75,8 @@ class ProcessConfig:
     model: str = _model(
         "model",
         "demo",
-        "checkpoint folder in Hugging Face layout, GGUF file, or 'demo'",
+        "checkpoint folder in Hugging Face layout, GGUF file, 'demo', or hf://OWNER/NAME[@REVISION][/FILE.gguf], which "
+        "is fetched from the hub",
         text(r".+", "a path", "MODEL"),
     )
     context_tokens: int | None = _model(
@@ -77,13 +90,7 @@ class ProcessConfig:
         "listen", "127.0.0.1:0", "address to serve on; port 0 = any free one", host_port(port_zero=True)
     )
     drain_grace_s: float = drain_grace_option()
-    admin_listen: str | None = _address(
-        "admin-listen",
-        "127.0.0.1:0",
-        "address of the admin port: metrics, a page to look at, probes; port 0 = any free one",
-        host_port(port_zero=True),
-        none_word="none",
-    )
+    admin_listen: str | None = admin_option("127.0.0.1:0")
     log_format: str = _logs("log-format", "text", "text or json", one_of("text", "json"))
     log_level: str = _logs(
         "log-level", "info", "least severe level logged", one_of("debug", "info", "warning", "error")

@@ -29,11 +29,13 @@ from simulator.traces import Ask
 from simulator.worker import SimulatedWorker
 from tandem.errors import PrefixNotHeld, TandemError, Unavailable
 from tandem.types import (
+    UNKNOWN_ROUTE,
     ChoiceSpec,
     FinishReason,
     GroupSpec,
     Handle,
     Incarnation,
+    KvRoute,
     RequestId,
     SamplingParams,
     TokenId,
@@ -173,7 +175,7 @@ class Attempt(RouterPort):
             if finish_reason is not None and not self._ended.done():
                 self._ended.set_result(None)
 
-    def handoff_done(self, handle: Handle, num_bytes: int, seconds: float) -> None:
+    def handoff_done(self, handle: Handle, num_bytes: int, seconds: float, route: KvRoute = UNKNOWN_ROUTE) -> None:
         """Notes that the decode worker has the prompt's KV."""
         if self.error is None and not self._has_arrived:
             self._has_arrived = True

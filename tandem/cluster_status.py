@@ -7,7 +7,20 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from tandem.types import WorkerInfo, WorkerLoad
+from tandem.decision import Decision
+from tandem.types import PlacementReason, WorkerInfo, WorkerLoad
+
+PLACEMENT_TEXTS = {
+    PlacementReason.LOCAL_STATIC: "the decode worker computes every prompt, as --local-prefill-tokens says",
+    PlacementReason.LOCAL_SHORT: "the prompt was no longer than --local-prefill-tokens",
+    PlacementReason.LOCAL_HELD: "the decode worker held nearly all of the prompt's KV",
+    PlacementReason.LOCAL_FASTER: "no pair of workers would have been sooner than the one that decoded it alone",
+    PlacementReason.LOCAL_FALLBACK: "no prefill worker was ready, and --fallback is local",
+    PlacementReason.REMOTE_STATIC: "split: the decode worker computes no such prompts",
+    PlacementReason.REMOTE_FASTER: "split: another worker had the prompt sooner, hand-off included",
+}
+"""Reasons for people. Of moves there is none: a request keeps the reason that it had before."""
+NOT_PLACED, NOT_PLACED_TEXT = "not_placed", "it ended before a worker was found"
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +64,45 @@ class PlacementCount:
 
     reason: str
     count: int
+    text: str = ""
+    """The reason, for people."""
+
+
+@dataclass(frozen=True, slots=True)
+class ReasonCount:
+    """Number of requests that failed, or were refused, for a reason; named as `Reason`."""
+
+    reason: str
+    count: int
+
+
+@dataclass(frozen=True, slots=True)
+class HandoffPair:
+    """Hand-offs from one worker to another. See cluster.proto for each field."""
+
+    source: str
+    target: str
+    count: int
+    num_bytes: int
+    median_s: float
+    transport: str
+    passed_over: str
+
+
+@dataclass(frozen=True, slots=True)
+class SlowRequest:
+    """One of the slowest of the last requests. See cluster.proto for each field."""
+
+    request_id: str
+    trace_id: str
+    outcome: str
+    age_s: float
+    total_s: float
+    first_token_s: float
+    prompt_tokens: int
+    completion_tokens: int
+    prefill: str
+    decode: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +116,19 @@ class RecentActivity:
     total_requests: int = 0
     total_tokens: int = 0
     placements: tuple[PlacementCount, ...] = ()
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    last_placements: tuple[PlacementCount, ...] = ()
+
+    @property
+    def num_last(self) -> int:
+        """Number of the last requests that `last_placements` are of."""
+        return sum(each.count for each in self.last_placements)
+
+    @property
+    def num_split(self) -> int:
+        """Number of them whose prompt was computed on another worker than the one that decoded."""
+        return sum(each.count for each in self.last_placements if each.reason.startswith("remote_"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,3 +148,9 @@ class ClusterStatus:
     admin_address: str = ""
     """HOST:PORT of the router's admin port; empty without an admin port."""
     recent: RecentActivity = field(default_factory=RecentActivity)
+    decisions: tuple[Decision, ...] = ()
+    """What the router chose by itself."""
+    handoffs: tuple[HandoffPair, ...] = ()
+    failures: tuple[ReasonCount, ...] = ()
+    refusals: tuple[ReasonCount, ...] = ()
+    slow_requests: tuple[SlowRequest, ...] = ()

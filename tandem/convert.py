@@ -13,7 +13,17 @@ from typing import Any, TypeVar, cast
 
 from google.protobuf.message import Message
 
-from tandem.cluster_status import ClusterStatus, LatencySummary, PlacementCount, RecentActivity, WorkerStatus
+from tandem.cluster_status import (
+    ClusterStatus,
+    HandoffPair,
+    LatencySummary,
+    PlacementCount,
+    ReasonCount,
+    RecentActivity,
+    SlowRequest,
+    WorkerStatus,
+)
+from tandem.decision import Decision
 from tandem.errors import InvalidOutput, TandemError, rebuild_error
 from tandem.token_ids import TokenIds
 from tandem.types import (
@@ -60,10 +70,11 @@ _IN_PROTOBUF = {
         f"{name}_s": f"{name}_seconds"
         for name in (
             *("timeout", "heartbeat_age", "uptime", "window", "p50", "p90", "p99", "step", "step_objective"),
-            *("queue", "prefill", "transfer", "first_token", "total"),
+            *("queue", "prefill", "transfer", "first_token", "total", "median", "age"),
         )
     },
-    **{f"{name}_per_s": f"{name}_per_second" for name in ("requests", "tokens", "prompt_tokens")},
+    "num_bytes": "bytes",
+    **{f"{name}_per_s": f"{name}_per_second" for name in ("requests", "tokens", "prompt_tokens", "steps")},
 }
 """Names of protobuf fields that differ, by the names of the dataclass fields."""
 _NAMES: dict[type, tuple[tuple[str, str], ...]] = {}
@@ -236,7 +247,8 @@ def error_from_failed(message: worker_pb2.Failed) -> TandemError:
 
 def info_to_proto(info: WorkerInfo) -> registry_pb2.WorkerInfo:
     """A worker's first words."""
-    return _message(registry_pb2.WorkerInfo, info, role=_ROLE_TO_PROTO[info.role])
+    decisions = _messages(info, decisions=registry_pb2.Decision)
+    return _message(registry_pb2.WorkerInfo, info, role=_ROLE_TO_PROTO[info.role], **decisions)
 
 
 def info_from_proto(message: registry_pb2.WorkerInfo) -> WorkerInfo:
@@ -246,6 +258,7 @@ def info_from_proto(message: registry_pb2.WorkerInfo) -> WorkerInfo:
         message,
         role=_ROLE_FROM_PROTO[message.role],
         transports=tuple(message.transports),
+        **_plains(message, decisions=Decision),
         local_prefill_tokens=message.local_prefill_tokens if message.HasField("local_prefill_tokens") else None,
     )
 
@@ -266,10 +279,22 @@ def status_to_proto(status: ClusterStatus) -> cluster_pb2.GetStatusResponse:
         _message(cluster_pb2.WorkerStatus, each, info=info_to_proto(each.info), load=load_to_proto(each.load))
         for each in status.workers
     ]
-    latencies = [_message(cluster_pb2.LatencySummary, each) for each in status.recent.latencies]
-    placements = [_message(cluster_pb2.PlacementCount, each) for each in status.recent.placements]
-    recent = _message(cluster_pb2.RecentActivity, status.recent, latencies=latencies, placements=placements)
-    return _message(cluster_pb2.GetStatusResponse, status, workers=workers, recent=recent)
+    activity = _messages(
+        status.recent,
+        latencies=cluster_pb2.LatencySummary,
+        placements=cluster_pb2.PlacementCount,
+        last_placements=cluster_pb2.PlacementCount,
+    )
+    others = _messages(
+        status,
+        decisions=registry_pb2.Decision,
+        handoffs=cluster_pb2.HandoffPair,
+        failures=cluster_pb2.ReasonCount,
+        refusals=cluster_pb2.ReasonCount,
+        slow_requests=cluster_pb2.SlowRequest,
+    )
+    recent = _message(cluster_pb2.RecentActivity, status.recent, **activity)
+    return _message(cluster_pb2.GetStatusResponse, status, workers=workers, recent=recent, **others)
 
 
 def status_from_proto(message: cluster_pb2.GetStatusResponse) -> ClusterStatus:
@@ -278,16 +303,35 @@ def status_from_proto(message: cluster_pb2.GetStatusResponse) -> ClusterStatus:
         plain(WorkerStatus, each, info=info_from_proto(each.info), load=load_from_proto(each.load))
         for each in message.workers
     )
-    latencies = tuple(plain(LatencySummary, each) for each in message.recent.latencies)
-    placements = tuple(plain(PlacementCount, each) for each in message.recent.placements)
-    recent = plain(RecentActivity, message.recent, latencies=latencies, placements=placements)
-    return plain(ClusterStatus, message, workers=workers, recent=recent)
+    activity = _plains(
+        message.recent, latencies=LatencySummary, placements=PlacementCount, last_placements=PlacementCount
+    )
+    others = _plains(
+        message,
+        decisions=Decision,
+        handoffs=HandoffPair,
+        failures=ReasonCount,
+        refusals=ReasonCount,
+        slow_requests=SlowRequest,
+    )
+    recent = plain(RecentActivity, message.recent, **activity)
+    return plain(ClusterStatus, message, workers=workers, recent=recent, **others)
 
 
 def _message(cls: type[M], value: Any, without: Collection[str] = (), **different: Any) -> M:
     """A message of the fields of `value`, a dataclass, except those given; None leaves an optional field unset."""
     names = ((here, there) for here, there in _names(type(value)) if here not in without and there not in different)
     return cls(**{there: getattr(value, here) for here, there in names}, **different)
+
+
+def _messages(value: Any, **classes: type[Message]) -> dict[str, Any]:
+    """Fields of `value` that are tuples, as lists of messages of the classes given."""
+    return {name: [_message(cls, each) for each in getattr(value, name)] for name, cls in classes.items()}
+
+
+def _plains(message: Message, **classes: type[Any]) -> dict[str, Any]:
+    """The reverse."""
+    return {name: tuple(plain(cls, each) for each in getattr(message, name)) for name, cls in classes.items()}
 
 
 def plain(cls: type[D], message: Message, **different: Any) -> D:

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, NamedTuple, NewType, TypeAlias
 
+from tandem.decision import Decision
 from tandem.str_enum import StrEnum
 
 if TYPE_CHECKING:
@@ -304,6 +305,24 @@ class PoolCounts:
     cached: int = 0
     """Nobody's, but their content is known: evicted when blocks run out."""
 
+    @property
+    def num_used(self) -> int:
+        """Blocks that are neither free nor cached."""
+        return self.total - self.free - self.cached
+
+
+@dataclass(frozen=True, slots=True)
+class KvRoute:
+    """How the KV of a hand-off travelled."""
+
+    transport: str = ""
+    """Empty = not known."""
+    passed_over: str = ""
+    """Transports that come before it, and why they were passed over."""
+
+
+UNKNOWN_ROUTE = KvRoute()
+
 
 @dataclass(frozen=True, slots=True)
 class WorkerInfo:
@@ -329,6 +348,8 @@ class WorkerInfo:
     """Token slots of its pool, which all choices of a request must fit into together; 0 = not known."""
     max_seqs: int = 0
     """Sequences in its batch at most; 0 = not known."""
+    decisions: tuple[Decision, ...] = ()
+    """What it chose by itself at start."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -353,3 +374,9 @@ class WorkerLoad:
     """Prompts among `running_seqs` that the worker computes for other workers."""
     waiting_for_others: int = 0
     """The same of `waiting_seqs`."""
+    steps_per_s: float = 0.0
+    chunk_tokens: int = 0
+    """Most prompt tokens of its next step, beside what decodes now."""
+    device_used_bytes: int = 0
+    """Memory of its GPU that is taken; 0 = it has no GPU."""
+    device_total_bytes: int = 0

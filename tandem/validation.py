@@ -40,7 +40,7 @@ class Validator:
 
     def validate_request_id(self, request_id: str) -> None:
         """Checks size and characters, since the id goes into logs. Raises InvalidRequest."""
-        if len(request_id.encode()) > self.limits.max_request_id_bytes or not request_id.isprintable():
+        if not request_id.isprintable() or len(request_id.encode()) > self.limits.max_request_id_bytes:
             raise InvalidRequest(
                 "request_id", f"must be printable and at most {self.limits.max_request_id_bytes} bytes"
             )

@@ -1,4 +1,4 @@
-"""A collector of traces on loopback: keeps what it is sent, or takes it and never answers.
+"""A collector of traces and metrics on loopback: keeps what it is sent, or takes it and never answers.
 
 `python -m tests.collector [--hang]` is one in a process of its own: it prints its address, and when
 its input ends, how many spans came.
@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 import grpc
+from opentelemetry.proto.collector.metrics.v1 import metrics_service_pb2, metrics_service_pb2_grpc
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import (
     ExportTraceServiceRequest,
     ExportTraceServiceResponse,
@@ -24,6 +25,7 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2_grpc import (
     add_TraceServiceServicer_to_server,
 )
 from opentelemetry.proto.common.v1.common_pb2 import AnyValue, KeyValue
+from opentelemetry.proto.metrics.v1.metrics_pb2 import ResourceMetrics
 from opentelemetry.proto.trace.v1.trace_pb2 import Span, Status
 
 _STOP_S = 1.0
@@ -53,6 +55,15 @@ class CollectedSpan:
     """Ids of spans."""
 
 
+@dataclass(frozen=True, slots=True)
+class CollectedMetrics:
+    """One export of metrics."""
+
+    service: str
+    values: dict[tuple[str, ...], float]
+    """What sums and gauges stand at, by name and values of the attributes."""
+
+
 class Collector(TraceServiceServicer):
     """Serves OTLP over gRPC. `answers` False: every export waits until the collector stops."""
 
@@ -60,6 +71,7 @@ class Collector(TraceServiceServicer):
         self._answers = answers
         self._stopped = threading.Event()
         self._requests: list[ExportTraceServiceRequest] = []
+        self.metrics: list[CollectedMetrics] = []
         self.called = threading.Event()
         """Set by the first export."""
 
@@ -90,11 +102,24 @@ class Collector(TraceServiceServicer):
             self._stopped.wait()
         return ExportTraceServiceResponse()
 
+    def export_metrics(
+        self, request: metrics_service_pb2.ExportMetricsServiceRequest, context: grpc.ServicerContext
+    ) -> metrics_service_pb2.ExportMetricsServiceResponse:
+        """The same for metrics."""
+        if self._answers:
+            self.metrics += map(_collected_metrics, request.resource_metrics)
+        else:
+            self._stopped.wait()
+        return metrics_service_pb2.ExportMetricsServiceResponse()
+
     @contextmanager
     def serve(self) -> Iterator[str]:
         """Its `http://HOST:PORT` while inside."""
         server = grpc.server(ThreadPoolExecutor(8), options=[("grpc.so_reuseport", 0)])
         add_TraceServiceServicer_to_server(self, server)  # type: ignore[no-untyped-call]
+        of_metrics = metrics_service_pb2_grpc.MetricsServiceServicer()
+        of_metrics.Export = self.export_metrics  # type: ignore[method-assign]
+        metrics_service_pb2_grpc.add_MetricsServiceServicer_to_server(of_metrics, server)  # type: ignore[no-untyped-call]
         port = server.add_insecure_port("127.0.0.1:0")
         server.start()
         try:
@@ -122,6 +147,20 @@ def _collected(resource: Iterable[KeyValue], span: Span) -> CollectedSpan:
         events={event.name: _values(event.attributes) for event in span.events},
         links=tuple(link.span_id.hex() for link in span.links),
     )
+
+
+def _collected_metrics(group: ResourceMetrics) -> CollectedMetrics:
+    points = [
+        (metric.name, point)
+        for scope in group.scope_metrics
+        for metric in scope.metrics
+        for point in (*metric.sum.data_points, *metric.gauge.data_points)
+    ]
+    values = {
+        (name, *(each.value.string_value for each in point.attributes)): point.as_double or point.as_int
+        for name, point in points
+    }
+    return CollectedMetrics(str(_values(group.resource.attributes).get("service.name", "")), values)
 
 
 def _values(pairs: Iterable[KeyValue]) -> dict[str, Value]:

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer
 
 from models.gguf_blocks import BLOCKS
 
@@ -38,6 +39,8 @@ PARTS = {
 }
 
 
+BYTES = frozenset(f"<0x{byte:02X}>" for byte in range(256))
+"""Tokens of single bytes, as SentencePiece writes them."""
 GEMMA_PARTS = PARTS | {
     "post_attention_layernorm": "post_attention_norm",
     "pre_feedforward_layernorm": "ffn_norm",
@@ -142,6 +145,27 @@ def typed(value: Any) -> bytes:
     if isinstance(value, str):
         return struct.pack("<I", 8) + text(value)
     if isinstance(value, list):
-        kind, items = (8, b"".join(map(text, value))) if isinstance(value[0], str) else (6, struct.pack("<f", value[0]))
-        return struct.pack("<IIQ", 9, kind, len(value)) + items
+        if isinstance(value[0], str):
+            return struct.pack("<IIQ", 9, 8, len(value)) + b"".join(map(text, value))
+        kind, code = (6, "f") if isinstance(value[0], float) else (5, "i")
+        return struct.pack("<IIQ", 9, kind, len(value)) + struct.pack(f"<{len(value)}{code}", *value)
+    if isinstance(value, bool):
+        return struct.pack("<I?", 7, value)
     return struct.pack("<If", 6, value) if isinstance(value, float) else struct.pack("<II", 4, value)
+
+
+def tokenizer_metadata(tokenizer: Tokenizer, kind: str, **more: Any) -> dict[str, Any]:
+    """What a converter writes of a tokenizer; `more` by key, behind `tokenizer.ggml.`."""
+    described = json.loads(tokenizer.to_str())
+    added = {token_id: token.special for token_id, token in tokenizer.get_added_tokens_decoder().items()}
+    tokens = [tokenizer.id_to_token(index) for index in range(tokenizer.get_vocab_size())]
+    types = [
+        3 if added.get(index) else 4 if index in added else 6 if each in BYTES else 1
+        for index, each in enumerate(tokens)
+    ]
+    if (unknown := described["model"].get("unk_token")) is not None:
+        types[tokens.index(unknown)] = 2
+    values = {"model": kind, "tokens": tokens, "token_type": types, **more}
+    if kind == "gpt2":
+        values["merges"] = [" ".join(pair) for pair in described["model"]["merges"]]
+    return {f"tokenizer.ggml.{key}": value for key, value in values.items()}

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from engine.step import SampledToken
 from tandem.errors import TandemError
-from tandem.types import FinishReason, Handle, TokenDelta, TokenId, TokenLogprobs, WaitReason
+from tandem.types import UNKNOWN_ROUTE, FinishReason, Handle, KvRoute, TokenDelta, TokenId, TokenLogprobs, WaitReason
 from worker.ports import RouterPort
 
 WAIT_S = 60.0
@@ -121,7 +121,7 @@ class HeardRouter(RouterPort):
             assert self.scores.setdefault(choice, score) == score
         self._news.set()
 
-    def handoff_done(self, handle: Handle, num_bytes: int, seconds: float) -> None:
+    def handoff_done(self, handle: Handle, num_bytes: int, seconds: float, route: KvRoute = UNKNOWN_ROUTE) -> None:
         assert handle not in self.handoffs
         self.handoffs[handle] = (num_bytes, seconds)
         self._news.set()

@@ -26,11 +26,13 @@ from shell.telemetry.events import Events, RequestEvents
 from tandem.convert import group_from_proto
 from tandem.errors import TandemError
 from tandem.types import (
+    UNKNOWN_ROUTE,
     ChoiceSpec,
     FinishReason,
     GroupSpec,
     Handle,
     Incarnation,
+    KvRoute,
     RequestId,
     Role,
     SamplingParams,
@@ -82,7 +84,7 @@ class CoreLink(RouterPort):
         self.failures: list[TandemError] = []
         self.holds_words = False
         """Whether ends of hand-offs are told by `tell_held` alone."""
-        self._held: list[tuple[Handle, int, float]] = []
+        self._held: list[tuple[Handle, int, float, KvRoute]] = []
 
     # --- from the attempt ---
 
@@ -154,16 +156,16 @@ class CoreLink(RouterPort):
     ) -> None:
         self._tell(handle, "tokens", TokenDelta(offset, (token.token_id,), (), finish_reason, index))
 
-    def handoff_done(self, handle: Handle, num_bytes: int, seconds: float) -> None:
-        self._held.append((handle, num_bytes, seconds))
+    def handoff_done(self, handle: Handle, num_bytes: int, seconds: float, route: KvRoute = UNKNOWN_ROUTE) -> None:
+        self._held.append((handle, num_bytes, seconds, route))
         if not self.holds_words:
             self.tell_held()
 
     def tell_held(self) -> None:
         """Of all hand-offs that have ended."""
         held, self._held = self._held, []
-        for handle, num_bytes, seconds in held:
-            self._tell(handle, "handoff_done", num_bytes, seconds)
+        for handle, *what in held:
+            self._tell(handle, "handoff_done", *what)
 
     def leaving(self, handle: Handle) -> None:
         self._tell(handle, "leaving")

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 
 
@@ -22,3 +22,5 @@ class Mistake:
     """Makes the mistake in a copy of the demo model; returns what `--model` then names."""
     own_process: bool = False
     """Whether the command would take over the signals of the tests' own process."""
+    environment: Mapping[str, str] = field(default_factory=dict)
+    """Of a process of its own; filled in as `argv` is."""

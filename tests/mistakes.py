@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from itertools import groupby
 from pathlib import Path
 
+from tests.hub_mistakes import HUB_MISTAKES
 from tests.mistake import Mistake
 from tests.model_mistakes import MODEL_MISTAKES, quantized
 
@@ -261,7 +262,7 @@ _CALLS = (
     ),
 )
 
-MISTAKES = (*MODEL_MISTAKES, *_STARTS, *_CALLS)
+MISTAKES = (*MODEL_MISTAKES, *HUB_MISTAKES, *_STARTS, *_CALLS)
 
 
 @contextmanager

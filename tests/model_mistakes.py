@@ -8,10 +8,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from tests.gguf_files import F32, container, metadata_of
 from tests.mistake import Mistake
 
 POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 1234567\n"
 MODEL = "The model is refused"
+_BESIDE = "put the tokenizer.json of the model that the file was made from beside it"
 
 
 def _config(**changes: Any) -> Callable[[Path], Path]:
@@ -66,20 +68,35 @@ def quantized(**section: Any) -> Callable[[Path], Path]:
     return _config(quantization_config=section)
 
 
+def _gguf(**tokenizer: Any) -> Callable[[Path], Path]:
+    """A GGUF file of the model's sizes, with what it says of its tokenizer, and without weights."""
+
+    def spoil(folder: Path) -> Path:
+        config = json.loads((folder / "config.json").read_text())
+        known = {key: value for key, value in metadata_of(config).items() if not key.startswith("tokenizer.")}
+        said = {f"tokenizer.ggml.{key}": value for key, value in tokenizer.items()}
+        embedding = ((config["vocab_size"], config["hidden_size"]), F32, b"")
+        shutil.rmtree(folder)
+        folder.mkdir()
+        (folder / "model.gguf").write_bytes(container(known | said, {"token_embd.weight": embedding}))
+        return folder / "model.gguf"
+
+    return spoil
+
+
 MODEL_MISTAKES = (
     Mistake(
         MODEL,
         "There is no such folder.",
-        "…/nowhere: no such folder: --model takes a folder with config.json, a .gguf file, or `demo`",
+        "…/nowhere: no such folder: --model takes a folder with config.json, a .gguf file, hf://OWNER/NAME, or `demo`",
         "Check the path; in a container, check what is mounted.",
         spoil=lambda folder: folder / "nowhere",
     ),
     Mistake(
         MODEL,
-        "A name on a model hub is given.",
-        "Qwen/Qwen3-0.6B: no such folder; nothing is fetched from a model hub: run `hf download Qwen/Qwen3-0.6B "
-        "--local-dir DIR`, then say --model DIR",
-        "Tandem fetches nothing. Download the model once, then name the folder.",
+        "A name on a model hub is given without its scheme.",
+        "Qwen/Qwen3-0.6B: no such folder: to fetch it from the hub, say --model hf://Qwen/Qwen3-0.6B",
+        "Only a name that begins with `hf://` is fetched ([models.md](models.md#from-the-hub)).",
         spoil=lambda folder: "Qwen/Qwen3-0.6B",
     ),
     Mistake(
@@ -240,5 +257,26 @@ MODEL_MISTAKES = (
         "…/model.gguf: is no readable GGUF file: …: download it again",
         "Download the file again.",
         spoil=lambda folder: _only("model.gguf", "not one")(folder) / "model.gguf",
+    ),
+    Mistake(
+        MODEL,
+        "A GGUF file has no tokenizer.",
+        f"…/model.gguf: tokenizer.ggml.tokens: is missing: {_BESIDE}",
+        "Files of newer converters have one.",
+        spoil=_gguf(),
+    ),
+    Mistake(
+        MODEL,
+        "A GGUF file's tokenizer is of a kind that is not read.",
+        f"…/model.gguf: tokenizer.ggml.model: 't5' is not read (gpt2, llama): {_BESIDE}",
+        "It is then taken from there.",
+        spoil=_gguf(model="t5", tokens=["a"]),
+    ),
+    Mistake(
+        MODEL,
+        "A GGUF file's tokenizer cuts texts in a way that is not known.",
+        f"…/model.gguf: tokenizer.ggml.pre: 'bloom' is not known (…): {_BESIDE}",
+        "It is then taken from there.",
+        spoil=_gguf(model="gpt2", tokens=["a"], pre="bloom"),
     ),
 )

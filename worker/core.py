@@ -40,6 +40,7 @@ from worker.ports import Destination, RouterPort, WorkerParts
 from worker.releases import BlockReleases
 from worker.request import Request
 from worker.source import Owner, Source, Sources, Wait
+from worker.step_rate import StepRate
 from worker.steps import StepLoop
 
 _log = get_logger(__name__)
@@ -77,6 +78,7 @@ class Worker:
         self._num_arrived = 0
         self._draining = False
         self._settle_pending = False
+        self._step_rate = StepRate()
         self._idle = asyncio.Event()
         self._idle.set()
 
@@ -269,6 +271,7 @@ class Worker:
     def load(self) -> WorkerLoad:
         """Returns what runs, waits and is held now."""
         size = self._pool.block_size
+        used_bytes, total_bytes = self._parts.device_memory()
         num_unused_slots = sum(each.group.num_unused_slots(size) for each in self._requests.values())
         load = WorkerLoad(
             engine_steps=self._parts.engine.num_steps,
@@ -281,6 +284,10 @@ class Worker:
             prompt_tokens_per_s=self._budget.prompt_tokens_per_s(0, 0.0),
             step_s=self._budget.step_s,
             step_objective_s=self._budget.step_objective_s,
+            steps_per_s=self._step_rate.look(self._parts.engine.num_steps, self._parts.clock.now_s()),
+            chunk_tokens=self._budget.tokens(0, 0.0),
+            device_used_bytes=used_bytes,
+            device_total_bytes=total_bytes,
         )
         for source in self._sources:
             load = source.add_to(load)

@@ -9,7 +9,7 @@ Nothing here blocks or awaits but the result of a launched step.
 from __future__ import annotations
 
 from asyncio import Future
-from collections.abc import Container, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
@@ -20,7 +20,7 @@ from engine.step import SampledToken, Step, StepResult
 from shell.clock import Clock
 from shell.telemetry.events import ProcessEvents, WorkerEvents
 from tandem.errors import TandemError
-from tandem.types import FinishReason, Handle, TokenId, TokenLogprobs, WaitReason
+from tandem.types import UNKNOWN_ROUTE, FinishReason, Handle, KvRoute, TokenId, TokenLogprobs, WaitReason
 from tandem.validation import Validator
 
 
@@ -135,7 +135,7 @@ class RouterPort(Protocol):
             logprobs, finish_reason, score = extra or TokenExtra()
             self.token(handle, index, offset, SampledToken(token_id, logprobs), finish_reason, score)
 
-    def handoff_done(self, handle: Handle, num_bytes: int, seconds: float) -> None:
+    def handoff_done(self, handle: Handle, num_bytes: int, seconds: float, route: KvRoute = UNKNOWN_ROUTE) -> None:
         """Who handed the KV over: every block is verified and attached. Nothing follows."""
 
     def leaving(self, handle: Handle) -> None:
@@ -180,3 +180,5 @@ class WorkerParts:
     events: WorkerEvents = field(default_factory=ProcessEvents)
     guides: Guides | None = None
     """None = constraints are refused."""
+    device_memory: Callable[[], tuple[int, int]] = lambda: (0, 0)
+    """Bytes of the GPU that are taken, and all; 0 = there is no GPU."""

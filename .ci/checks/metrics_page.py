@@ -6,7 +6,8 @@ import sys
 from collections.abc import Iterable
 from pathlib import Path
 
-from shell.telemetry import metric_names, vllm_names
+from shell.telemetry import gen_ai_names, metric_names, vllm_names
+from shell.telemetry.gen_ai_names import prometheus_name
 from shell.telemetry.metric import EVERYWHERE, WORKERS, Alias, Metric, Process
 
 PAGE = Path(__file__).resolve().parents[2] / "docs/observability.md"
@@ -15,7 +16,8 @@ _PLACES: dict[tuple[Process, ...], str] = {EVERYWHERE: "all", WORKERS: "workers"
 
 def with_tables(page: str) -> str:
     """The page with its tables as they must be. Raises ValueError if it has no place for one."""
-    page = _between(page, "metrics", _table(("metric", "kind", "labels", "on", "means"), map(_row, metric_names.ALL)))
+    rows = map(_row, (*metric_names.ALL, *gen_ai_names.ALL))
+    page = _between(page, "metrics", _table(("metric", "kind", "labels", "on", "means"), rows))
     aliases = (row for alias in vllm_names.ALL for row in _alias_rows(alias))
     return _between(page, "aliases", _table(("alias", "on", "stands for"), aliases))
 
@@ -45,14 +47,15 @@ def _table(heads: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> str:
 
 
 def _row(metric: Metric) -> tuple[str, ...]:
-    labels = " ".join(f"`{label}`" for label in metric.labels)
-    return f"`{metric.name}`", metric.kind, labels, _place(metric.on), metric.text
+    labels = " ".join(f"`{prometheus_name(label)}`" for label in metric.labels)
+    return f"`{prometheus_name(metric.name)}`", metric.kind, labels, _place(metric.on), metric.text
 
 
 def _alias_rows(alias: Alias) -> Iterable[tuple[str, ...]]:
     """One for each metric that it stands for."""
     for metric in alias.of:
-        yield f"`{alias.name}`", _place(metric.on), f"`{metric.name}`"
+        only = ", ".join(f'{label}="{value}"' for label, value in zip(metric.labels, alias.only, strict=False))
+        yield f"`{alias.name}`", _place(metric.on), f"`{metric.name}{{{only}}}`" if only else f"`{metric.name}`"
 
 
 def _place(on: tuple[Process, ...]) -> str:

@@ -8,6 +8,7 @@ import torch
 
 from kvtransfer.transport import Transport, TransportStatus
 from kvtransfer.transports import cuda_ipc, nccl, nixl, shm, tcp
+from tandem.decision import Decision, decision
 from tandem.errors import ConfigError
 
 AUTO = "auto"
@@ -47,8 +48,8 @@ def usable(device: torch.device | str) -> tuple[str, ...]:
     return tuple(status.name for status in available(device) if status.usable)
 
 
-def choose(choice: str, device: torch.device | str) -> tuple[str, ...]:
-    """`auto` or one name as the transports to offer, best first. Raises ConfigError if none of them works here."""
+def choose(choice: str, device: torch.device | str) -> tuple[tuple[str, ...], Decision]:
+    """`auto` or one name as the transports to offer, best first, and why. Raises ConfigError if none works here."""
     statuses = available(device)
     names = tuple(status.name for status in statuses if status.usable and choice in (AUTO, status.name))
     if not names:
@@ -58,7 +59,8 @@ def choose(choice: str, device: torch.device | str) -> tuple[str, ...]:
             f"leave --transport out, or say one that works here: {others}" if others else "`tandem doctor` lists all"
         )
         raise ConfigError("--transport", f"{choice} does not work with KV on {device}: {reason}; {remedy}")
-    return names
+    why = "; ".join(f"{status.name}: {status.reason}" for status in statuses if not status.usable)
+    return names, decision("transports", ", ".join(names), "--transport", choice != AUTO, why or "all work here")
 
 
 def named(names: Sequence[str], known: Sequence[Transport] = TRANSPORTS) -> tuple[Transport, ...]:

@@ -17,10 +17,11 @@ from typing import Any
 
 from models.config_json import ConfigJson
 from models.files.gguf import SUFFIX, find_gguf, read_gguf
+from models.files.hub import fetched, hub_name
 from models.files.language_part import language_config
 from models.files.model_path import check_model_path
 from models.files.read_files import ReadFiles
-from models.files.tokenizer_file import find_tokens
+from models.files.tokenizer_file import TOKENIZER_FILE, find_tokens
 from tandem.errors import ConfigError
 from tandem.types import TokenId
 
@@ -93,14 +94,19 @@ class CheckpointInfo:
         return not name or name in (self.name, *self.other_names)
 
     @property
-    def folder(self) -> Path:
-        """Where tokenizer and chat template lie."""
-        return self.path if self.path.is_dir() else self.path.parent
+    def texts(self) -> Path:
+        """Where tokenizer and chat template lie: a folder, or the GGUF file that has its own."""
+        return _texts(self.path)
+
+
+def _texts(path: Path) -> Path:
+    folder = path if path.is_dir() else path.parent
+    return folder if (folder / TOKENIZER_FILE).exists() else find_gguf(path) or folder
 
 
 def resolve_model(model: str) -> Path:
-    """The checkpoint folder or GGUF file that `--model` names. Raises CheckpointError."""
-    path = _DEMO_PATH if model == DEMO else Path(model)
+    """The checkpoint folder or GGUF file that `--model` names, fetched if it is of the hub. Raises CheckpointError."""
+    path = _DEMO_PATH if model == DEMO else Path(fetched(model))
     check_model_path(model, path)
     return path
 
@@ -118,15 +124,15 @@ def read_checkpoint(model: str) -> CheckpointInfo:
     vocab_size = config.integer("vocab_size")
     ends = _eos_token_ids(generation, vocab_size) or _eos_token_ids(config, vocab_size)
     info = CheckpointInfo(
-        name=DEMO if model == DEMO else Path(os.path.abspath(named)).name,  # that of a link, not of what it leads to
+        name=DEMO if model == DEMO else hub_name(named) or Path(os.path.abspath(named)).name,  # of a link, its own
         path=path,
         config=MappingProxyType(dict(config.items)),
         family=config.text("model_type"),
         vocab_size=vocab_size,
         context_tokens=_context_tokens(config),
-        eos_token_ids=ends | _tokenizer_ends(config, folder, vocab_size, is_gguf=gguf is not None),
+        eos_token_ids=ends | _tokenizer_ends(config, _texts(path), vocab_size, is_gguf=gguf is not None),
         generation_defaults=_generation_defaults(generation),
-        config_fingerprint=_fingerprint(folder, config),
+        config_fingerprint=_fingerprint(folder, config, gguf if _texts(path) == gguf else None),
         read=read,
     )
     read.check()
@@ -155,16 +161,16 @@ def _eos_token_ids(document: ConfigJson, vocab_size: int) -> frozenset[TokenId]:
     return frozenset(TokenId(each) for each in ids)
 
 
-def _tokenizer_ends(config: ConfigJson, folder: Path, vocab_size: int, *, is_gguf: bool) -> frozenset[TokenId]:
+def _tokenizer_ends(config: ConfigJson, texts: Path, vocab_size: int, *, is_gguf: bool) -> frozenset[TokenId]:
     """The tokenizer's `eos_token`, which is all that many fine-tunes change, and, of GGUF files of Gemma 3,
     `<end_of_turn>`, which they seldom name.
     """
-    documents = (ConfigJson.read(folder / each, optional=True) for each in _SPECIAL_TOKENS)
+    documents = (ConfigJson.read(texts / each, optional=True) for each in _SPECIAL_TOKENS)
     token = next(filter(None, (each.items.get("eos_token") for each in documents)), None)
     ends = [token.get("content") if isinstance(token, dict) else token]
     if is_gguf and config.items["model_type"] == "gemma3_text":
         ends.append("<end_of_turn>")
-    found = find_tokens(folder, [name for name in ends if isinstance(name, str)])
+    found = find_tokens(texts, [name for name in ends if isinstance(name, str)])
     return frozenset(TokenId(each) for each in found if each < vocab_size)
 
 
@@ -181,7 +187,8 @@ def _generation_defaults(generation: ConfigJson) -> Mapping[str, float | int]:
     return MappingProxyType({key: int(value) if key == "top_k" else value for key, value in found.items()})
 
 
-def _fingerprint(folder: Path, config: ConfigJson) -> str:
+def _fingerprint(folder: Path, config: ConfigJson, gguf: Path | None) -> str:
+    """`gguf`: the file whose own tokenizer and chat template are taken."""
     digest = hashlib.blake2b(digest_size=16)
     for name in _FINGERPRINTED:
         file = folder / name
@@ -189,4 +196,6 @@ def _fingerprint(folder: Path, config: ConfigJson) -> str:
         if config.path.suffix == SUFFIX and name == "config.json":
             content = json.dumps(config.items, sort_keys=True).encode()
         digest.update(f"{name}:{len(content)}:".encode() + content)
+    if gguf is not None:
+        digest.update(read_gguf(gguf).header())
     return digest.hexdigest()

@@ -59,7 +59,7 @@ class Gguf:
 
     path: Path
     metadata: Mapping[str, Any]
-    """Numbers, truth values, text; arrays, such as the tokenizer's, are not read: None."""
+    """Numbers, truth values, texts, and lists of them."""
     tensors: Mapping[str, GgufTensor]
 
     def config(self) -> dict[str, Any]:
@@ -106,6 +106,11 @@ class Gguf:
         ends.discard(None)
         config["eos_token_id"] = sorted(ends) if len(ends) > 1 else next(iter(ends), None)
         return {key: value for key, value in config.items() if value is not None}
+
+    def header(self) -> bytes:
+        """All before the tensors: metadata, tokenizer included, and where tensors lie."""
+        with self.path.open("rb") as file:
+            return file.read(min((each.offset for each in self.tensors.values()), default=-1))
 
     def error(self, key: str, problem: str) -> CheckpointError:
         """The error to raise about `key`."""
@@ -206,17 +211,27 @@ class _Cursor:
         if kind != _ARRAY:
             return self._scalar(_SCALARS[kind])
         item, count = self._scalar("I"), self._count("Q")
-        if item in _SCALARS:
-            self._at += count * struct.calcsize(f"<{_SCALARS[item]}")
-        else:
-            for _ in range(count):
-                self._value(item)
-        return None
+        if item == _STRING:
+            return self._texts(count)
+        if item not in _SCALARS:
+            return [self._value(item) for _ in range(count)]
+        values = struct.Struct(f"<{count}{_SCALARS[item]}")
+        self._at += values.size
+        return list(values.unpack_from(self._mapping, self._at - values.size))
+
+    def _texts(self, count: int) -> list[str]:
+        """As `_text`, of which a tokenizer has hundreds of thousands."""
+        mapping, at, length_at = self._mapping, self._at, struct.Struct("<Q").unpack_from
+        texts = []
+        for _ in range(count):
+            (length,) = length_at(mapping, at)
+            at += 8 + length
+            texts.append(mapping[at - length : at].decode("utf-8", "replace"))
+        self._at = at
+        return texts
 
     def _text(self) -> str:
-        length = self._count("Q")
-        self._at += length
-        return self._mapping[self._at - length : self._at].decode("utf-8", "replace")
+        return self._texts(1)[0]
 
     def _count(self, code: str) -> int:
         count = int(self._scalar(code))

@@ -9,6 +9,7 @@ import re
 from pathlib import Path
 
 from models.files.gguf import SUFFIX
+from models.files.hub import SCHEME
 from tandem.errors import CheckpointError
 
 _LFS = b"version https://git-lfs.github.com/spec/"
@@ -58,18 +59,14 @@ def missing_tokenizer(folder: Path) -> str:
             f"python -c \"from transformers import AutoTokenizer as T; T.from_pretrained('{folder}')"
             f".save_pretrained('{folder}')\""
         )
-    if any(folder.glob(f"*{SUFFIX}")):
-        return f"{file}: no such file: put that of the model which the GGUF file was made from beside it"
     return f"{file}: no such file: download it with the rest of the model"
 
 
 def _missing(model: str, path: Path) -> str:
     if _HUB_NAME.fullmatch(model) and not path.parent.exists():
-        return (
-            f"{model}: no such folder; nothing is fetched from a model hub: run `hf download {model} --local-dir DIR`, "
-            "then say --model DIR"
-        )
-    return f"{path}: no such folder: --model takes a folder with config.json, a {SUFFIX} file, or `demo`"
+        return f"{model}: no such folder: to fetch it from the hub, say --model {SCHEME}{model}"
+    taken = f"a folder with config.json, a {SUFFIX} file, {SCHEME}OWNER/NAME, or `demo`"
+    return f"{path}: no such folder: --model takes {taken}"
 
 
 def _check_not_pointer(file: Path) -> None:

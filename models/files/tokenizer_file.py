@@ -1,4 +1,4 @@
-"""A checkpoint's tokenizer: tokenizer.json, and the tokens that only tokenizer_config.json adds.
+"""A checkpoint's tokenizer: tokenizer.json, and the tokens that only tokenizer_config.json adds; or a GGUF file's own.
 
 Such tokens (`added_tokens_decoder`) are what fine-tunes often add; without them a prompt is split in another way.
 """
@@ -12,6 +12,8 @@ from typing import Any
 
 from tokenizers import AddedToken, Tokenizer
 
+from models.files.gguf import read_gguf
+from models.files.gguf_tokenizer import gguf_tokenizer, gguf_tokens
 from models.files.model_path import missing_tokenizer
 from tandem.errors import CheckpointError
 
@@ -21,7 +23,9 @@ _FLAGS = ("lstrip", "rstrip", "normalized", "single_word", "special")
 
 
 def read_tokenizer(folder: Path) -> Tokenizer:
-    """Reads both files. Raises CheckpointError that names the file at fault."""
+    """Reads both files, or the GGUF file that is named in place of a folder. Raises CheckpointError naming the file."""
+    if folder.is_file():
+        return gguf_tokenizer(read_gguf(folder))
     file = folder / TOKENIZER_FILE
     if not file.exists():
         raise CheckpointError(missing_tokenizer(folder))
@@ -41,7 +45,9 @@ def read_tokenizer(folder: Path) -> Tokenizer:
 def find_tokens(folder: Path, names: Collection[str]) -> frozenset[int]:
     """Ids of these tokens, of those that there are. Reads tokenizer.json only for what the other file does not tell."""
     ids = {token.content: token_id for token_id, token in _added_tokens(folder)}
-    if not ids.keys() >= set(names) and (folder / TOKENIZER_FILE).exists():
+    if folder.is_file():
+        ids = {token: token_id for token_id, token in enumerate(gguf_tokens(read_gguf(folder)))} if names else {}
+    elif not ids.keys() >= set(names) and (folder / TOKENIZER_FILE).exists():
         ids = read_tokenizer(folder).get_vocab()
     return frozenset(ids[name] for name in names if name in ids)
 

@@ -16,7 +16,12 @@ from shell.rpc.server import Service
 from tandem.errors import UnsupportedOption
 
 
-def partial_service(name: str, add_offered: Callable[[grpc.aio.Server], None], refused: Mapping[str, str]) -> Service:
+def partial_service(
+    name: str,
+    add_offered: Callable[[grpc.aio.Server], None],
+    refused: Mapping[str, str],
+    probes: tuple[str, ...] = (),
+) -> Service:
     """`refused`: reason by method. Streams of responses may be among them: an error needs none."""
 
     def register(server: grpc.aio.Server) -> None:
@@ -24,7 +29,7 @@ def partial_service(name: str, add_offered: Callable[[grpc.aio.Server], None], r
         handlers = {method: _refusal(method, reason) for method, reason in refused.items()}
         server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(name, handlers),))
 
-    return Service(name, register)
+    return Service(name, register, probes=probes)
 
 
 def _refusal(method: str, reason: str) -> grpc.RpcMethodHandler[Any, Any]:

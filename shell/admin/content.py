@@ -48,6 +48,8 @@ class AdminContent:
     health: HealthServicer
     """The process's own, for the probes."""
     report: Callable[[], RouterReport | WorkerReport]
+    history: Callable[[], object]
+    """What `/history.json` says: see `History.report`."""
     metrics: Callable[[str], tuple[bytes, str]]
     """Body and content type of a scrape's answer; given what the scraper accepts, as its header says it."""
     targets: Callable[[], Sequence[ScrapeTarget]] | None = None

@@ -5,6 +5,7 @@ Bounds for callers without a token: a request must be read within `_IDLE_S` of c
 
 from __future__ import annotations
 
+import errno
 import logging
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -32,12 +33,18 @@ _STOP_S = 1.0
 
 @asynccontextmanager
 async def admin_port(
-    listen: str | None, content: AdminContent, incoming: Incoming, advertise: str | None = None
+    listen: str | None,
+    content: AdminContent,
+    incoming: Incoming,
+    advertise: str | None = None,
+    *,
+    falls_back: bool = False,
 ) -> AsyncIterator[str]:
     """Serves while inside; gives the HOST:PORT at which it is reached, empty if `listen` is None.
 
     `advertise` is the process's own `--advertise`: where `listen` is a wildcard, its host is the one reported.
-    Raises ConfigError if the address cannot be had.
+    `falls_back`: whether any free port will do where another process has this one. Raises ConfigError if the address
+    cannot be had.
     """
     if listen is None:
         yield ""
@@ -56,19 +63,22 @@ async def admin_port(
     )
     await runner.setup()
     try:
-        address = advertised_admin_address(listen, advertise, await _listen(runner, listen, incoming))
+        address = advertised_admin_address(listen, advertise, await _listen(runner, listen, incoming, falls_back))
         _log.info("admin port", address=address)
         yield address
     finally:
         await runner.cleanup()
 
 
-async def _listen(runner: web.AppRunner, listen: str, incoming: Incoming) -> int:
+async def _listen(runner: web.AppRunner, listen: str, incoming: Incoming, falls_back: bool) -> int:
     """Returns the port."""
     host, _, port = listen.rpartition(":")
     context = None if incoming.tls is None else incoming.tls.serving_context()
     try:
         await web.TCPSite(runner, host.strip("[]"), int(port), ssl_context=context).start()
     except OSError as error:
+        if falls_back and error.errno == errno.EADDRINUSE:
+            _log.info("admin port: another process has the default one, so it is any free one", taken=listen)
+            return await _listen(runner, f"{host}:0", incoming, falls_back=False)
         raise ConfigError("--admin-listen", f"cannot listen on {listen}: {error.strerror or error}") from error
     return int(runner.addresses[0][1])

@@ -2,7 +2,8 @@
 
     GET /             a page to look at           GET /livez    the process does what it is there for
     GET /status.json  what the page shows         GET /readyz   it can serve now
-    GET /metrics      for Prometheus              GET /targets  Prometheus' HTTP service discovery (routers)
+    GET /history.json the last half hour of it    GET /metrics  for Prometheus
+    GET /targets      Prometheus' HTTP service discovery (routers)
 
 Probes need no token, since a kubelet has none, and tell no more than yes or no.
 """
@@ -40,6 +41,7 @@ _PAGE = {
     "/": ("index.html", "text/html; charset=utf-8"),
     "/style.css": ("style.css", "text/css; charset=utf-8"),
     "/page.js": ("page.js", "text/javascript; charset=utf-8"),
+    "/tables.js": ("tables.js", "text/javascript; charset=utf-8"),
     "/icon.svg": ("icon.svg", "image/svg+xml"),
 }
 
@@ -58,6 +60,7 @@ class Site:
         self._routes: dict[str, Callable[[str], web.Response]] = {
             **{path: _static(*page) for path, page in _PAGE.items()},
             "/status.json": lambda _: _json(asdict(content.report())),
+            "/history.json": lambda _: _json(content.history()),
             "/metrics": lambda accept: _response(200, *content.metrics(accept)),
         }
         targets = content.targets

@@ -54,12 +54,14 @@ _BODY_S = 60.0
 _UNREAD_S = 65.0
 """A connection that takes no byte of an answer for this time is cut: the router ended the request before."""
 _MAX_BODY_BYTES_HELD = 512 * 1024 * 1024
-"""Bytes of all request bodies that are read or answered at a time, by their announced lengths."""
+"""Bytes of all request bodies that are read or answered at a time."""
 _STOP_S = 1.0
 _NO_ROUTE = "none"
 """Reported instead of a path without a route, which may be the caller's invention."""
 ANSWERED = web.RequestKey("answered", int)
 """Key of a request: the status of an answer that has left whole."""
+_BEGUN = web.RequestKey("begun", bool)
+"""Key of a request whose answer has begun to leave."""
 _PREFLIGHT = {
     "Access-Control-Allow-Methods": "GET, POST",
     "Access-Control-Allow-Headers": "*, Authorization",
@@ -75,6 +77,8 @@ class Call:
     identity: Identity
     traceparent: str
     tracestate: str
+    hold: Callable[[int], None]
+    """Counts bytes of the body, until the request ends. Raises InvalidRequest, Overloaded."""
 
     @property
     def peer(self) -> str:
@@ -82,16 +86,20 @@ class Call:
         return self.request.remote or ""
 
     async def body(self) -> bytes:
-        """Reads a JSON body. Raises InvalidRequest, DeadlineExceeded."""
+        """Reads a JSON body. Raises InvalidRequest, Overloaded, DeadlineExceeded."""
         if self.request.content_type != "application/json":
             raise InvalidRequest("Content-Type", "must be application/json")
+        if "Content-Encoding" in self.request.headers:
+            raise InvalidRequest("Content-Encoding", "must be absent: bodies are not decompressed")
+        body = bytearray()
         try:
             async with asyncio.timeout(_BODY_S):
-                return await self.request.read()
+                async for piece in self.request.content.iter_any():
+                    self.hold(len(piece))
+                    body += piece
         except TimeoutError:
             raise DeadlineExceeded(f"the body did not arrive within {_BODY_S:g} s") from None
-        except web.HTTPRequestEntityTooLarge as error:
-            raise InvalidRequest("body", f"exceeds the limit of {self.request._client_max_size} bytes") from error
+        return bytes(body)
 
 
 Handler = Callable[[Call], Awaitable[web.StreamResponse]]
@@ -146,7 +154,7 @@ class HttpServer:
 
     async def start(self) -> int:
         """Listens; returns the port. Raises ConfigError if the address cannot be had."""
-        app = web.Application(client_max_size=self._max_body_bytes)
+        app = web.Application()
         app.on_response_prepare.append(self._add_headers)
         for path in {path for _, path in self._routes}:
             app.router.add_route("*", path, self._handle)
@@ -156,6 +164,7 @@ class HttpServer:
             access_log=None,
             logger=_SILENT,
             handler_cancellation=True,
+            auto_decompress=False,  # a bomb costs seconds, also behind a refusal: aiohttp reads what is left of a body
             keepalive_timeout=_IDLE_S,
             shutdown_timeout=_STOP_S,
         )
@@ -205,16 +214,23 @@ class HttpServer:
             if route is None:
                 raise self._no_route(request.path, path)
             trace = trace_of_call(_metadata(request))
-            with self._holding(request):
-                return await route.handler(Call(request, identity, *trace))
+            with self._holding(request) as hold:
+                return await route.handler(Call(request, identity, *trace, hold))
         except TandemError as error:
-            return self._error_response(request.path, error)
+            response = self._error_response(request.path, error)
+        except RecursionError:  # nothing but a caller's JSON is nested so
+            response = self._error_response(request.path, InvalidRequest("body", "is nested too deeply"))
         except ConnectionError as error:  # the caller is gone
             raise asyncio.CancelledError from error
         except Exception as error:  # noqa: BLE001  (the request's root)
-            return self._error_response(request.path, bug_logged(_log, "http request failed", error))
+            response = self._error_response(request.path, bug_logged(_log, "http request failed", error))
+        if _BEGUN in request:  # a second head would be read as a part of the answer: the connection is cut
+            request[ANSWERED] = response.status
+            raise asyncio.CancelledError
+        return response
 
     async def _add_headers(self, request: web.Request, response: web.StreamResponse) -> None:
+        request[_BEGUN] = True
         response.headers["Server"] = "tandem"
         response.headers.update(self._cross_origin(request))
 
@@ -243,21 +259,28 @@ class HttpServer:
         return {"Access-Control-Allow-Origin": origin, "Access-Control-Expose-Headers": "*", "Vary": "Origin"}
 
     @contextmanager
-    def _holding(self, request: web.Request) -> Iterator[None]:
-        """Counts the body while inside. Raises Overloaded if all bodies together are too large, InvalidRequest."""
-        if not request.can_read_body:
-            yield
-            return
-        size = self._max_body_bytes if request.content_length is None else request.content_length
-        if size > self._max_body_bytes:
-            raise InvalidRequest("body", f"{size} bytes exceed the limit of {self._max_body_bytes}")
-        if self._held_bytes and self._held_bytes + size > _MAX_BODY_BYTES_HELD:
-            raise Overloaded(f"{self._held_bytes} bytes of request bodies are held already")
-        self._held_bytes += size
+    def _holding(self, request: web.Request) -> Iterator[Callable[[int], None]]:
+        """Yields what counts bytes of the body as they arrive, until the block is left.
+
+        Raises InvalidRequest for a body that is announced as too large; what counts raises it too, and Overloaded.
+        """
+        held = 0
+
+        def hold(size: int) -> None:
+            nonlocal held
+            if held + size > self._max_body_bytes:
+                raise InvalidRequest("body", f"exceeds the limit of {self._max_body_bytes} bytes")
+            if self._held_bytes + size > _MAX_BODY_BYTES_HELD:
+                raise Overloaded(f"{self._held_bytes} bytes of request bodies are held already")
+            held += size
+            self._held_bytes += size
+
+        if (request.content_length or 0) > self._max_body_bytes:
+            raise InvalidRequest("body", f"{request.content_length} bytes exceed the limit of {self._max_body_bytes}")
         try:
-            yield
+            yield hold
         finally:
-            self._held_bytes -= size
+            self._held_bytes -= held
 
     @contextmanager
     def _observed(self, request: web.Request, path: str, route: Route | None) -> Iterator[None]:

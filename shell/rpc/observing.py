@@ -23,7 +23,7 @@ from opentelemetry.trace import Span, SpanKind, Status, StatusCode, Tracer
 from shell.rpc.handlers import Context, Continuation, Handler, behaviour_of, telling_end, with_behaviour
 from shell.telemetry import metric_names
 from shell.telemetry.metrics import Metrics, Reading
-from shell.telemetry.trace_context import ERROR_TYPE, context_from_metadata
+from shell.telemetry.trace_context import ERROR_TYPE, context_from_metadata, trace_in
 
 NO_METHOD = "/none/none"
 """Reported instead of the method of a call that was refused unread."""
@@ -48,9 +48,12 @@ class CallObserving(grpc.aio.ServerInterceptor):
         tracer: Tracer | None = None,
         *,
         untraced: frozenset[str] = frozenset(),
+        probes: frozenset[str] = frozenset(),
         refusals: Collection[Handler] = (),
     ) -> None:
-        """`untraced` names services that would only be noise (probes), or one endless span (streams between processes).
+        """`untraced` names services that would only be noise, or one endless span (streams between processes).
+
+        `probes` are methods, by their paths, that have a span only below one of their caller's.
 
         `refusals`: handlers that other interceptors answer with, whatever method was asked for. They get no span.
         """
@@ -60,6 +63,7 @@ class CallObserving(grpc.aio.ServerInterceptor):
             metrics.add_reader(self._read, metric_names.GRPC_IN_FLIGHT)
         self._tracer = tracer
         self._untraced = untraced
+        self._probes = probes
         self._refusals = refusals
 
     async def intercept_service(
@@ -85,9 +89,12 @@ class CallObserving(grpc.aio.ServerInterceptor):
         service, name = _parts(method)
         if self._tracer is None or service in self._untraced or method == NO_METHOD:
             return nullcontext()
+        context = context_from_metadata(tuple(details.invocation_metadata or ()))
+        if method in self._probes and trace_in(context) is None:
+            return nullcontext()
         return self._tracer.start_as_current_span(
             f"{service}/{name}",
-            context_from_metadata(tuple(details.invocation_metadata or ())),
+            context,
             SpanKind.SERVER,
             {"rpc.system": "grpc", "rpc.service": service, "rpc.method": name},
             record_exception=False,  # its message may quote the caller

@@ -79,10 +79,9 @@ def run_module(prog: str, description: str, config_class: type[T], run: Callable
     parser = CommandLine(prog=prog, description=description)
     add_arguments(parser, config_class)
     try:
-        config = load(config_class, parser.parse_args())
-    except ConfigError as error:
+        return run(load(config_class, parser.parse_args()))
+    except TandemError as error:
         return _report(error)
-    return run(config)
 
 
 def run_process(main: Callable[[StopSignal], Awaitable[None]]) -> int:

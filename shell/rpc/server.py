@@ -53,6 +53,8 @@ class Service:
     """Whether its streams end only with the peer, so that a drain must not wait for them."""
     writers: tuple[str, ...] = ()
     """Methods that write their response themselves and return None."""
+    probes: tuple[str, ...] = ()
+    """Methods that gateways and scripts call again and again, to look: they begin no traces."""
 
 
 class RpcServer:
@@ -74,7 +76,7 @@ class RpcServer:
 
         `shared_listen`: a second address, which other processes share.
 
-        `metrics` count its calls; `tracer` gives a span to each that ends by itself and is no probe.
+        `metrics` count its calls; `tracer` gives a span to each that ends by itself.
         """
         self._listen = listen
         self._shared_listen = shared_listen
@@ -86,7 +88,10 @@ class RpcServer:
         long_lived = {service.name for service in services if service.long_lived}
         # Health too: anybody may watch it, and take no answer, for as long as they like.
         self._unending = frozenset({*reflection.SERVICE_NAMES, *long_lived, health.SERVICE_NAME})
-        writers = frozenset(f"/{service.name}/{method}" for service in services for method in service.writers)
+        writers, self._probes = (
+            frozenset(f"/{service.name}/{method}" for service in services for method in getattr(service, kind))
+            for kind in ("writers", "probes")
+        )
         self._guard = CallGuard(self._unending, writers)
         self._tracer = tracer
         self._server: grpc.aio.Server | None = None
@@ -158,7 +163,8 @@ class RpcServer:
             await asyncio.sleep(0)  # it is under way
             refuse()
             async with asyncio.timeout(grace_s):
-                await asyncio.gather(self._guard.idle(), others())
+                await others()
+                await self._guard.idle()
         except TimeoutError:
             _log.warning("calls still running at the end of the drain", grace_s=grace_s)
         finally:
@@ -177,7 +183,8 @@ class RpcServer:
             interceptors.insert(0, TokenGuard(self._incoming.tokens))
         if self._metrics is not None or self._tracer is not None:
             refusals = (*REFUSALS, NO_SUCH_METHOD)
-            observing = CallObserving(self._metrics, self._tracer, untraced=self._unending, refusals=refusals)
+            untraced, probes = self._unending, self._probes
+            observing = CallObserving(self._metrics, self._tracer, untraced=untraced, probes=probes, refusals=refusals)
             interceptors.insert(0, observing)
         return tuple(interceptors)
 

@@ -23,8 +23,10 @@ from typing import Generic, TypeAlias, TypeVar
 
 from tandem.errors import TandemError
 from tandem.types import (
+    UNKNOWN_ROUTE,
     FinishReason,
     GroupSpec,
+    KvRoute,
     MoveReason,
     PlacementReason,
     PrefixAt,
@@ -129,6 +131,7 @@ class KvArrived:
 
     num_bytes: int
     seconds: float
+    route: KvRoute = UNKNOWN_ROUTE
 
 
 @dataclass(frozen=True, slots=True)

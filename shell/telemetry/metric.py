@@ -71,6 +71,8 @@ class Alias:
     """Its names of the metric's labels."""
     label_values: Mapping[str, str] = field(default_factory=dict)
     """Names of the metric's label values in the alias, where the names differ."""
+    only: Labels = ()
+    """The metric's label values that the alias stands for alone, and has no labels for; empty = it stands for all."""
 
 
 def one_two_five(largest: int) -> tuple[float, ...]:

@@ -149,6 +149,11 @@ PREFILL_SECONDS = _latency("tandem_request_prefill_seconds", "Computation of a r
 REQUEST_TRANSFER_SECONDS = _latency(
     "tandem_request_transfer_seconds", "Time that the sender of a request's KV was busy."
 )
+REQUEST_TOKEN_SECONDS = _router(
+    "tandem_request_time_per_output_token_seconds",
+    "Mean gap between the tokens of a finished request that has several.",
+    buckets=STEP_S,
+)
 DECODE_SECONDS = _latency("tandem_request_decode_seconds", "A finished request's first token to its last.")
 REQUEST_PROMPT_TOKENS = _router("tandem_request_prompt_tokens", "Prompt tokens of a request.", buckets=TOKENS)
 REQUEST_COMPLETION_TOKENS = _router(
@@ -193,6 +198,11 @@ POOL_BLOCK_TOKENS = _worker("tandem_kv_pool_block_tokens", "Token slots of one K
 TRANSFERS_LIVE = _worker("tandem_transfers_live", "Hand-offs of KV under way.")
 PREFIX_CACHE_QUERIES = _worker("tandem_prefix_cache_queries_total", "Tokens whose KV was looked for in the cache.")
 PREFIX_CACHE_HITS = _worker("tandem_prefix_cache_hits_total", "Those of them whose KV was found there.")
+PROMPT_TOKENS_BY_SOURCE = _worker(
+    "tandem_worker_prompt_tokens_total",
+    "Tokens to run before the next one, by how their KV came: computed here, found in the cache, handed over.",
+    labels={"source": ("computed", "cached", "received")},
+)
 PREFIX_CACHE_EVICTED = _worker("tandem_prefix_cache_evicted_blocks_total", "Cached KV blocks freed for others.")
 PREFIX_CACHE_STORED = _worker(
     "tandem_prefix_cache_stored_blocks_total", "Evicted KV blocks kept outside the pool.", labels={"tier": TIERS}
@@ -256,9 +266,15 @@ TRANSFER_FAILURES = _worker(
     "tandem_transfer_failures_total", "Hand-offs of KV that failed.", labels={"reason": _TRANSFER_FAILS}
 )
 TRANSFER_BYTES = _worker("tandem_transfer_bytes_total", "Bytes of KV transferred, counted by the sender.")
+TRANSFER_SIZE = _worker(
+    "tandem_transfer_size_bytes",
+    "Bytes of KV of one hand-off, counted by the sender.",
+    buckets=tuple(float(2**power) for power in range(11, 35, 2)),
+)
 TRANSFER_SECONDS = _worker(
     "tandem_transfer_seconds",
-    "One hand-off of KV: the sender's busy time, the receiver's time since the ticket was shown.",
+    "One hand-off of KV: sent = the sender's busy time, received = the receiver's time since the ticket was shown.",
+    labels={"side": ("sent", "received")},
     buckets=(0.0005, *LATENCY_S),
 )
 

@@ -30,6 +30,8 @@ class _Slot:
     number: int
     requests: int = 0
     tokens: int = 0
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
     counts: dict[str, Counter[int]] = field(default_factory=lambda: {name: Counter() for name in _LATENCIES})
     """By latency and by number of the nearest bound."""
 
@@ -68,6 +70,12 @@ class RecentLatencies:
         self._total_requests += 1
         self._slot().requests += 1
 
+    def prompt_computed(self, num_tokens: int, num_cached_tokens: int) -> None:
+        """A request's prompt was computed, but for the tokens whose KV a worker had already."""
+        slot = self._slot()
+        slot.prompt_tokens += num_tokens
+        slot.cached_tokens += num_cached_tokens
+
     def placed(self, reason: PlacementReason) -> None:
         """A pair of workers was chosen for a request."""
         self._placements[reason] += 1
@@ -86,6 +94,8 @@ class RecentLatencies:
             total_requests=self._total_requests,
             total_tokens=self._total_tokens,
             placements=tuple(PlacementCount(str(reason), count) for reason, count in self._placements.most_common()),
+            prompt_tokens=sum(slot.prompt_tokens for slot in live),
+            cached_tokens=sum(slot.cached_tokens for slot in live),
         )
 
     def _count_tokens(self, latency: str, seconds: float, num_tokens: int) -> None:

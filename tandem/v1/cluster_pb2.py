@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from tandem.v1 import registry_pb2 as tandem_dot_v1_dot_registry__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17tandem/v1/cluster.proto\x12\ttandem.v1\x1a\x18tandem/v1/registry.proto\"\x12\n\x10GetStatusRequest\"\xb0\x01\n\x0cWorkerStatus\x12#\n\x04info\x18\x01 \x01(\x0b\x32\x15.tandem.v1.WorkerInfo\x12#\n\x04load\x18\x02 \x01(\x0b\x32\x15.tandem.v1.WorkerLoad\x12\x1d\n\x15heartbeat_age_seconds\x18\x03 \x01(\x01\x12\x11\n\tconnected\x18\x04 \x01(\x08\x12\x11\n\tset_aside\x18\x05 \x01(\t\x12\x11\n\tset_apart\x18\x06 \x01(\t\"l\n\x0eLatencySummary\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\r\n\x05\x63ount\x18\x02 \x01(\x04\x12\x13\n\x0bp50_seconds\x18\x03 \x01(\x01\x12\x13\n\x0bp90_seconds\x18\x04 \x01(\x01\x12\x13\n\x0bp99_seconds\x18\x05 \x01(\x01\"/\n\x0ePlacementCount\x12\x0e\n\x06reason\x18\x01 \x01(\t\x12\r\n\x05\x63ount\x18\x02 \x01(\x04\"\xeb\x01\n\x0eRecentActivity\x12\x16\n\x0ewindow_seconds\x18\x01 \x01(\x01\x12\x1b\n\x13requests_per_second\x18\x02 \x01(\x01\x12\x19\n\x11tokens_per_second\x18\x03 \x01(\x01\x12,\n\tlatencies\x18\x04 \x03(\x0b\x32\x19.tandem.v1.LatencySummary\x12\x16\n\x0etotal_requests\x18\x05 \x01(\x04\x12\x14\n\x0ctotal_tokens\x18\x06 \x01(\x04\x12-\n\nplacements\x18\x07 \x03(\x0b\x32\x19.tandem.v1.PlacementCount\"\xa9\x02\n\x11GetStatusResponse\x12\r\n\x05model\x18\x01 \x01(\t\x12\r\n\x05ready\x18\x02 \x01(\x08\x12\x17\n\x0fqueued_requests\x18\x03 \x01(\r\x12\x15\n\rqueued_tokens\x18\x04 \x01(\x04\x12\x17\n\x0f\x61\x63tive_requests\x18\x05 \x01(\r\x12(\n\x07workers\x18\x06 \x03(\x0b\x32\x17.tandem.v1.WorkerStatus\x12\x18\n\x10not_ready_reason\x18\x07 \x01(\t\x12\x0f\n\x07version\x18\x08 \x01(\t\x12\x16\n\x0euptime_seconds\x18\t \x01(\x01\x12\x15\n\radmin_address\x18\n \x01(\t\x12)\n\x06recent\x18\x0b \x01(\x0b\x32\x19.tandem.v1.RecentActivity\"!\n\x0c\x44rainRequest\x12\x11\n\tworker_id\x18\x01 \x01(\t\"\x0f\n\rDrainResponse2\x94\x01\n\x0e\x43lusterService\x12\x46\n\tGetStatus\x12\x1b.tandem.v1.GetStatusRequest\x1a\x1c.tandem.v1.GetStatusResponse\x12:\n\x05\x44rain\x12\x17.tandem.v1.DrainRequest\x1a\x18.tandem.v1.DrainResponseB\x14Z\x12tandem/v1;tandemv1b\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17tandem/v1/cluster.proto\x12\ttandem.v1\x1a\x18tandem/v1/registry.proto\"\x12\n\x10GetStatusRequest\"\xb0\x01\n\x0cWorkerStatus\x12#\n\x04info\x18\x01 \x01(\x0b\x32\x15.tandem.v1.WorkerInfo\x12#\n\x04load\x18\x02 \x01(\x0b\x32\x15.tandem.v1.WorkerLoad\x12\x1d\n\x15heartbeat_age_seconds\x18\x03 \x01(\x01\x12\x11\n\tconnected\x18\x04 \x01(\x08\x12\x11\n\tset_aside\x18\x05 \x01(\t\x12\x11\n\tset_apart\x18\x06 \x01(\t\"l\n\x0eLatencySummary\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\r\n\x05\x63ount\x18\x02 \x01(\x04\x12\x13\n\x0bp50_seconds\x18\x03 \x01(\x01\x12\x13\n\x0bp90_seconds\x18\x04 \x01(\x01\x12\x13\n\x0bp99_seconds\x18\x05 \x01(\x01\"=\n\x0ePlacementCount\x12\x0e\n\x06reason\x18\x01 \x01(\t\x12\r\n\x05\x63ount\x18\x02 \x01(\x04\x12\x0c\n\x04text\x18\x03 \x01(\t\",\n\x0bReasonCount\x12\x0e\n\x06reason\x18\x01 \x01(\t\x12\r\n\x05\x63ount\x18\x02 \x01(\x04\"\x8b\x01\n\x0bHandoffPair\x12\x0e\n\x06source\x18\x01 \x01(\t\x12\x0e\n\x06target\x18\x02 \x01(\t\x12\r\n\x05\x63ount\x18\x03 \x01(\x04\x12\r\n\x05\x62ytes\x18\x04 \x01(\x04\x12\x16\n\x0emedian_seconds\x18\x05 \x01(\x01\x12\x11\n\ttransport\x18\x06 \x01(\t\x12\x13\n\x0bpassed_over\x18\x07 \x01(\t\"\xe0\x01\n\x0bSlowRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x10\n\x08trace_id\x18\x02 \x01(\t\x12\x0f\n\x07outcome\x18\x03 \x01(\t\x12\x13\n\x0b\x61ge_seconds\x18\x04 \x01(\x01\x12\x15\n\rtotal_seconds\x18\x05 \x01(\x01\x12\x1b\n\x13\x66irst_token_seconds\x18\x06 \x01(\x01\x12\x15\n\rprompt_tokens\x18\x07 \x01(\r\x12\x19\n\x11\x63ompletion_tokens\x18\x08 \x01(\r\x12\x0f\n\x07prefill\x18\t \x01(\t\x12\x0e\n\x06\x64\x65\x63ode\x18\n \x01(\t\"\xcd\x02\n\x0eRecentActivity\x12\x16\n\x0ewindow_seconds\x18\x01 \x01(\x01\x12\x1b\n\x13requests_per_second\x18\x02 \x01(\x01\x12\x19\n\x11tokens_per_second\x18\x03 \x01(\x01\x12,\n\tlatencies\x18\x04 \x03(\x0b\x32\x19.tandem.v1.LatencySummary\x12\x16\n\x0etotal_requests\x18\x05 \x01(\x04\x12\x14\n\x0ctotal_tokens\x18\x06 \x01(\x04\x12-\n\nplacements\x18\x07 \x03(\x0b\x32\x19.tandem.v1.PlacementCount\x12\x15\n\rprompt_tokens\x18\x08 \x01(\x04\x12\x15\n\rcached_tokens\x18\t \x01(\x04\x12\x32\n\x0flast_placements\x18\n \x03(\x0b\x32\x19.tandem.v1.PlacementCount\"\xfe\x03\n\x11GetStatusResponse\x12\r\n\x05model\x18\x01 \x01(\t\x12\r\n\x05ready\x18\x02 \x01(\x08\x12\x17\n\x0fqueued_requests\x18\x03 \x01(\r\x12\x15\n\rqueued_tokens\x18\x04 \x01(\x04\x12\x17\n\x0f\x61\x63tive_requests\x18\x05 \x01(\r\x12(\n\x07workers\x18\x06 \x03(\x0b\x32\x17.tandem.v1.WorkerStatus\x12\x18\n\x10not_ready_reason\x18\x07 \x01(\t\x12\x0f\n\x07version\x18\x08 \x01(\t\x12\x16\n\x0euptime_seconds\x18\t \x01(\x01\x12\x15\n\radmin_address\x18\n \x01(\t\x12)\n\x06recent\x18\x0b \x01(\x0b\x32\x19.tandem.v1.RecentActivity\x12&\n\tdecisions\x18\x0c \x03(\x0b\x32\x13.tandem.v1.Decision\x12(\n\x08handoffs\x18\r \x03(\x0b\x32\x16.tandem.v1.HandoffPair\x12(\n\x08\x66\x61ilures\x18\x0e \x03(\x0b\x32\x16.tandem.v1.ReasonCount\x12(\n\x08refusals\x18\x0f \x03(\x0b\x32\x16.tandem.v1.ReasonCount\x12-\n\rslow_requests\x18\x10 \x03(\x0b\x32\x16.tandem.v1.SlowRequest\"!\n\x0c\x44rainRequest\x12\x11\n\tworker_id\x18\x01 \x01(\t\"\x0f\n\rDrainResponse2\x94\x01\n\x0e\x43lusterService\x12\x46\n\tGetStatus\x12\x1b.tandem.v1.GetStatusRequest\x1a\x1c.tandem.v1.GetStatusResponse\x12:\n\x05\x44rain\x12\x17.tandem.v1.DrainRequest\x1a\x18.tandem.v1.DrainResponseB\x14Z\x12tandem/v1;tandemv1b\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -40,15 +40,21 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_LATENCYSUMMARY']._serialized_start=263
   _globals['_LATENCYSUMMARY']._serialized_end=371
   _globals['_PLACEMENTCOUNT']._serialized_start=373
-  _globals['_PLACEMENTCOUNT']._serialized_end=420
-  _globals['_RECENTACTIVITY']._serialized_start=423
-  _globals['_RECENTACTIVITY']._serialized_end=658
-  _globals['_GETSTATUSRESPONSE']._serialized_start=661
-  _globals['_GETSTATUSRESPONSE']._serialized_end=958
-  _globals['_DRAINREQUEST']._serialized_start=960
-  _globals['_DRAINREQUEST']._serialized_end=993
-  _globals['_DRAINRESPONSE']._serialized_start=995
-  _globals['_DRAINRESPONSE']._serialized_end=1010
-  _globals['_CLUSTERSERVICE']._serialized_start=1013
-  _globals['_CLUSTERSERVICE']._serialized_end=1161
+  _globals['_PLACEMENTCOUNT']._serialized_end=434
+  _globals['_REASONCOUNT']._serialized_start=436
+  _globals['_REASONCOUNT']._serialized_end=480
+  _globals['_HANDOFFPAIR']._serialized_start=483
+  _globals['_HANDOFFPAIR']._serialized_end=622
+  _globals['_SLOWREQUEST']._serialized_start=625
+  _globals['_SLOWREQUEST']._serialized_end=849
+  _globals['_RECENTACTIVITY']._serialized_start=852
+  _globals['_RECENTACTIVITY']._serialized_end=1185
+  _globals['_GETSTATUSRESPONSE']._serialized_start=1188
+  _globals['_GETSTATUSRESPONSE']._serialized_end=1698
+  _globals['_DRAINREQUEST']._serialized_start=1700
+  _globals['_DRAINREQUEST']._serialized_end=1733
+  _globals['_DRAINRESPONSE']._serialized_start=1735
+  _globals['_DRAINRESPONSE']._serialized_end=1750
+  _globals['_CLUSTERSERVICE']._serialized_start=1753
+  _globals['_CLUSTERSERVICE']._serialized_end=1901
 # @@protoc_insertion_point(module_scope)

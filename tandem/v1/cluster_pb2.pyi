@@ -42,6 +42,16 @@ class LatencySummary(_message.Message):
     def __init__(self, name: _Optional[str] = ..., count: _Optional[int] = ..., p50_seconds: _Optional[float] = ..., p90_seconds: _Optional[float] = ..., p99_seconds: _Optional[float] = ...) -> None: ...
 
 class PlacementCount(_message.Message):
+    __slots__ = ("reason", "count", "text")
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    COUNT_FIELD_NUMBER: _ClassVar[int]
+    TEXT_FIELD_NUMBER: _ClassVar[int]
+    reason: str
+    count: int
+    text: str
+    def __init__(self, reason: _Optional[str] = ..., count: _Optional[int] = ..., text: _Optional[str] = ...) -> None: ...
+
+class ReasonCount(_message.Message):
     __slots__ = ("reason", "count")
     REASON_FIELD_NUMBER: _ClassVar[int]
     COUNT_FIELD_NUMBER: _ClassVar[int]
@@ -49,8 +59,50 @@ class PlacementCount(_message.Message):
     count: int
     def __init__(self, reason: _Optional[str] = ..., count: _Optional[int] = ...) -> None: ...
 
+class HandoffPair(_message.Message):
+    __slots__ = ("source", "target", "count", "bytes", "median_seconds", "transport", "passed_over")
+    SOURCE_FIELD_NUMBER: _ClassVar[int]
+    TARGET_FIELD_NUMBER: _ClassVar[int]
+    COUNT_FIELD_NUMBER: _ClassVar[int]
+    BYTES_FIELD_NUMBER: _ClassVar[int]
+    MEDIAN_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    TRANSPORT_FIELD_NUMBER: _ClassVar[int]
+    PASSED_OVER_FIELD_NUMBER: _ClassVar[int]
+    source: str
+    target: str
+    count: int
+    bytes: int
+    median_seconds: float
+    transport: str
+    passed_over: str
+    def __init__(self, source: _Optional[str] = ..., target: _Optional[str] = ..., count: _Optional[int] = ..., bytes: _Optional[int] = ..., median_seconds: _Optional[float] = ..., transport: _Optional[str] = ..., passed_over: _Optional[str] = ...) -> None: ...
+
+class SlowRequest(_message.Message):
+    __slots__ = ("request_id", "trace_id", "outcome", "age_seconds", "total_seconds", "first_token_seconds", "prompt_tokens", "completion_tokens", "prefill", "decode")
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    TRACE_ID_FIELD_NUMBER: _ClassVar[int]
+    OUTCOME_FIELD_NUMBER: _ClassVar[int]
+    AGE_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    TOTAL_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    FIRST_TOKEN_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    COMPLETION_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    PREFILL_FIELD_NUMBER: _ClassVar[int]
+    DECODE_FIELD_NUMBER: _ClassVar[int]
+    request_id: str
+    trace_id: str
+    outcome: str
+    age_seconds: float
+    total_seconds: float
+    first_token_seconds: float
+    prompt_tokens: int
+    completion_tokens: int
+    prefill: str
+    decode: str
+    def __init__(self, request_id: _Optional[str] = ..., trace_id: _Optional[str] = ..., outcome: _Optional[str] = ..., age_seconds: _Optional[float] = ..., total_seconds: _Optional[float] = ..., first_token_seconds: _Optional[float] = ..., prompt_tokens: _Optional[int] = ..., completion_tokens: _Optional[int] = ..., prefill: _Optional[str] = ..., decode: _Optional[str] = ...) -> None: ...
+
 class RecentActivity(_message.Message):
-    __slots__ = ("window_seconds", "requests_per_second", "tokens_per_second", "latencies", "total_requests", "total_tokens", "placements")
+    __slots__ = ("window_seconds", "requests_per_second", "tokens_per_second", "latencies", "total_requests", "total_tokens", "placements", "prompt_tokens", "cached_tokens", "last_placements")
     WINDOW_SECONDS_FIELD_NUMBER: _ClassVar[int]
     REQUESTS_PER_SECOND_FIELD_NUMBER: _ClassVar[int]
     TOKENS_PER_SECOND_FIELD_NUMBER: _ClassVar[int]
@@ -58,6 +110,9 @@ class RecentActivity(_message.Message):
     TOTAL_REQUESTS_FIELD_NUMBER: _ClassVar[int]
     TOTAL_TOKENS_FIELD_NUMBER: _ClassVar[int]
     PLACEMENTS_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    LAST_PLACEMENTS_FIELD_NUMBER: _ClassVar[int]
     window_seconds: float
     requests_per_second: float
     tokens_per_second: float
@@ -65,10 +120,13 @@ class RecentActivity(_message.Message):
     total_requests: int
     total_tokens: int
     placements: _containers.RepeatedCompositeFieldContainer[PlacementCount]
-    def __init__(self, window_seconds: _Optional[float] = ..., requests_per_second: _Optional[float] = ..., tokens_per_second: _Optional[float] = ..., latencies: _Optional[_Iterable[_Union[LatencySummary, _Mapping]]] = ..., total_requests: _Optional[int] = ..., total_tokens: _Optional[int] = ..., placements: _Optional[_Iterable[_Union[PlacementCount, _Mapping]]] = ...) -> None: ...
+    prompt_tokens: int
+    cached_tokens: int
+    last_placements: _containers.RepeatedCompositeFieldContainer[PlacementCount]
+    def __init__(self, window_seconds: _Optional[float] = ..., requests_per_second: _Optional[float] = ..., tokens_per_second: _Optional[float] = ..., latencies: _Optional[_Iterable[_Union[LatencySummary, _Mapping]]] = ..., total_requests: _Optional[int] = ..., total_tokens: _Optional[int] = ..., placements: _Optional[_Iterable[_Union[PlacementCount, _Mapping]]] = ..., prompt_tokens: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., last_placements: _Optional[_Iterable[_Union[PlacementCount, _Mapping]]] = ...) -> None: ...
 
 class GetStatusResponse(_message.Message):
-    __slots__ = ("model", "ready", "queued_requests", "queued_tokens", "active_requests", "workers", "not_ready_reason", "version", "uptime_seconds", "admin_address", "recent")
+    __slots__ = ("model", "ready", "queued_requests", "queued_tokens", "active_requests", "workers", "not_ready_reason", "version", "uptime_seconds", "admin_address", "recent", "decisions", "handoffs", "failures", "refusals", "slow_requests")
     MODEL_FIELD_NUMBER: _ClassVar[int]
     READY_FIELD_NUMBER: _ClassVar[int]
     QUEUED_REQUESTS_FIELD_NUMBER: _ClassVar[int]
@@ -80,6 +138,11 @@ class GetStatusResponse(_message.Message):
     UPTIME_SECONDS_FIELD_NUMBER: _ClassVar[int]
     ADMIN_ADDRESS_FIELD_NUMBER: _ClassVar[int]
     RECENT_FIELD_NUMBER: _ClassVar[int]
+    DECISIONS_FIELD_NUMBER: _ClassVar[int]
+    HANDOFFS_FIELD_NUMBER: _ClassVar[int]
+    FAILURES_FIELD_NUMBER: _ClassVar[int]
+    REFUSALS_FIELD_NUMBER: _ClassVar[int]
+    SLOW_REQUESTS_FIELD_NUMBER: _ClassVar[int]
     model: str
     ready: bool
     queued_requests: int
@@ -91,7 +154,12 @@ class GetStatusResponse(_message.Message):
     uptime_seconds: float
     admin_address: str
     recent: RecentActivity
-    def __init__(self, model: _Optional[str] = ..., ready: bool = ..., queued_requests: _Optional[int] = ..., queued_tokens: _Optional[int] = ..., active_requests: _Optional[int] = ..., workers: _Optional[_Iterable[_Union[WorkerStatus, _Mapping]]] = ..., not_ready_reason: _Optional[str] = ..., version: _Optional[str] = ..., uptime_seconds: _Optional[float] = ..., admin_address: _Optional[str] = ..., recent: _Optional[_Union[RecentActivity, _Mapping]] = ...) -> None: ...
+    decisions: _containers.RepeatedCompositeFieldContainer[_registry_pb2.Decision]
+    handoffs: _containers.RepeatedCompositeFieldContainer[HandoffPair]
+    failures: _containers.RepeatedCompositeFieldContainer[ReasonCount]
+    refusals: _containers.RepeatedCompositeFieldContainer[ReasonCount]
+    slow_requests: _containers.RepeatedCompositeFieldContainer[SlowRequest]
+    def __init__(self, model: _Optional[str] = ..., ready: bool = ..., queued_requests: _Optional[int] = ..., queued_tokens: _Optional[int] = ..., active_requests: _Optional[int] = ..., workers: _Optional[_Iterable[_Union[WorkerStatus, _Mapping]]] = ..., not_ready_reason: _Optional[str] = ..., version: _Optional[str] = ..., uptime_seconds: _Optional[float] = ..., admin_address: _Optional[str] = ..., recent: _Optional[_Union[RecentActivity, _Mapping]] = ..., decisions: _Optional[_Iterable[_Union[_registry_pb2.Decision, _Mapping]]] = ..., handoffs: _Optional[_Iterable[_Union[HandoffPair, _Mapping]]] = ..., failures: _Optional[_Iterable[_Union[ReasonCount, _Mapping]]] = ..., refusals: _Optional[_Iterable[_Union[ReasonCount, _Mapping]]] = ..., slow_requests: _Optional[_Iterable[_Union[SlowRequest, _Mapping]]] = ...) -> None: ...
 
 class DrainRequest(_message.Message):
     __slots__ = ("worker_id",)

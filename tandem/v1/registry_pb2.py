@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18tandem/v1/registry.proto\x12\ttandem.v1\"\xa6\x03\n\nWorkerInfo\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\t\x12#\n\x04role\x18\x03 \x01(\x0e\x32\x15.tandem.v1.WorkerRole\x12\x0f\n\x07\x61\x64\x64ress\x18\x04 \x01(\t\x12\r\n\x05model\x18\x05 \x01(\t\x12\x1a\n\x12\x63onfig_fingerprint\x18\x06 \x01(\t\x12\x19\n\x11model_fingerprint\x18\x07 \x01(\t\x12\x1a\n\x12layout_fingerprint\x18\x08 \x01(\t\x12\x12\n\ntransports\x18\t \x03(\t\x12!\n\x14local_prefill_tokens\x18\n \x01(\rH\x00\x88\x01\x01\x12\x1b\n\x13max_sequence_tokens\x18\x0b \x01(\r\x12\x0b\n\x03pid\x18\x0c \x01(\r\x12\x0e\n\x06\x64\x65vice\x18\r \x01(\t\x12\x15\n\radmin_address\x18\x0e \x01(\t\x12\x13\n\x0bpool_tokens\x18\x0f \x01(\x04\x12\x10\n\x08max_seqs\x18\x10 \x01(\rB\x17\n\x15_local_prefill_tokensJ\x04\x08\x11\x10\x12R\ncore_group\"\xdc\x01\n\nPoolStatus\x12\x14\n\x0ctotal_blocks\x18\x01 \x01(\r\x12\x13\n\x0b\x66ree_blocks\x18\x02 \x01(\r\x12\x17\n\x0freserved_blocks\x18\x03 \x01(\r\x12\x18\n\x10receiving_blocks\x18\x04 \x01(\r\x12\x13\n\x0blive_blocks\x18\x05 \x01(\r\x12\x1a\n\x12quarantined_blocks\x18\x06 \x01(\r\x12\x12\n\nblock_size\x18\x07 \x01(\r\x12\x14\n\x0cunused_slots\x18\x08 \x01(\x04\x12\x15\n\rcached_blocks\x18\t \x01(\r\"\xe0\x02\n\nWorkerLoad\x12\x14\n\x0c\x65ngine_steps\x18\x01 \x01(\x04\x12\x14\n\x0crunning_seqs\x18\x02 \x01(\r\x12\x14\n\x0cwaiting_seqs\x18\x03 \x01(\r\x12\x1c\n\x14queued_prompt_tokens\x18\x04 \x01(\x04\x12#\n\x04pool\x18\x05 \x01(\x0b\x32\x15.tandem.v1.PoolStatus\x12\x16\n\x0elive_transfers\x18\x06 \x01(\r\x12\x10\n\x08\x64raining\x18\x07 \x01(\x08\x12\x13\n\x0bpreemptions\x18\x08 \x01(\x04\x12 \n\x18prompt_tokens_per_second\x18\t \x01(\x01\x12\x14\n\x0cstep_seconds\x18\n \x01(\x01\x12\x1e\n\x16step_objective_seconds\x18\x0b \x01(\x01\x12\x1a\n\x12running_for_others\x18\x0c \x01(\r\x12\x1a\n\x12waiting_for_others\x18\r \x01(\r\"j\n\x0fRegisterRequest\x12%\n\x04info\x18\x01 \x01(\x0b\x32\x15.tandem.v1.WorkerInfoH\x00\x12%\n\x04load\x18\x02 \x01(\x0b\x32\x15.tandem.v1.WorkerLoadH\x00\x42\t\n\x07message\"f\n\x10RegisterResponse\x12\x15\n\rlease_seconds\x18\x01 \x01(\x01\x12\r\n\x05\x64rain\x18\x02 \x01(\x08\x12\x19\n\x11heartbeat_seconds\x18\x03 \x01(\x01\x12\x11\n\tset_apart\x18\x04 \x01(\t*s\n\nWorkerRole\x12\x1b\n\x17WORKER_ROLE_UNSPECIFIED\x10\x00\x12\x17\n\x13WORKER_ROLE_PREFILL\x10\x01\x12\x16\n\x12WORKER_ROLE_DECODE\x10\x02\x12\x17\n\x13WORKER_ROLE_ELASTIC\x10\x03\x32Z\n\x0fRegistryService\x12G\n\x08Register\x12\x1a.tandem.v1.RegisterRequest\x1a\x1b.tandem.v1.RegisterResponse(\x01\x30\x01\x42\x14Z\x12tandem/v1;tandemv1b\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18tandem/v1/registry.proto\x12\ttandem.v1\"C\n\x08\x44\x65\x63ision\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t\x12\x0b\n\x03why\x18\x03 \x01(\t\x12\r\n\x05\x66orce\x18\x04 \x01(\t\"\xce\x03\n\nWorkerInfo\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\t\x12#\n\x04role\x18\x03 \x01(\x0e\x32\x15.tandem.v1.WorkerRole\x12\x0f\n\x07\x61\x64\x64ress\x18\x04 \x01(\t\x12\r\n\x05model\x18\x05 \x01(\t\x12\x1a\n\x12\x63onfig_fingerprint\x18\x06 \x01(\t\x12\x19\n\x11model_fingerprint\x18\x07 \x01(\t\x12\x1a\n\x12layout_fingerprint\x18\x08 \x01(\t\x12\x12\n\ntransports\x18\t \x03(\t\x12!\n\x14local_prefill_tokens\x18\n \x01(\rH\x00\x88\x01\x01\x12\x1b\n\x13max_sequence_tokens\x18\x0b \x01(\r\x12\x0b\n\x03pid\x18\x0c \x01(\r\x12\x0e\n\x06\x64\x65vice\x18\r \x01(\t\x12\x15\n\radmin_address\x18\x0e \x01(\t\x12\x13\n\x0bpool_tokens\x18\x0f \x01(\x04\x12\x10\n\x08max_seqs\x18\x10 \x01(\r\x12&\n\tdecisions\x18\x12 \x03(\x0b\x32\x13.tandem.v1.DecisionB\x17\n\x15_local_prefill_tokensJ\x04\x08\x11\x10\x12R\ncore_group\"\xdc\x01\n\nPoolStatus\x12\x14\n\x0ctotal_blocks\x18\x01 \x01(\r\x12\x13\n\x0b\x66ree_blocks\x18\x02 \x01(\r\x12\x17\n\x0freserved_blocks\x18\x03 \x01(\r\x12\x18\n\x10receiving_blocks\x18\x04 \x01(\r\x12\x13\n\x0blive_blocks\x18\x05 \x01(\r\x12\x1a\n\x12quarantined_blocks\x18\x06 \x01(\r\x12\x12\n\nblock_size\x18\x07 \x01(\r\x12\x14\n\x0cunused_slots\x18\x08 \x01(\x04\x12\x15\n\rcached_blocks\x18\t \x01(\r\"\xc7\x03\n\nWorkerLoad\x12\x14\n\x0c\x65ngine_steps\x18\x01 \x01(\x04\x12\x14\n\x0crunning_seqs\x18\x02 \x01(\r\x12\x14\n\x0cwaiting_seqs\x18\x03 \x01(\r\x12\x1c\n\x14queued_prompt_tokens\x18\x04 \x01(\x04\x12#\n\x04pool\x18\x05 \x01(\x0b\x32\x15.tandem.v1.PoolStatus\x12\x16\n\x0elive_transfers\x18\x06 \x01(\r\x12\x10\n\x08\x64raining\x18\x07 \x01(\x08\x12\x13\n\x0bpreemptions\x18\x08 \x01(\x04\x12 \n\x18prompt_tokens_per_second\x18\t \x01(\x01\x12\x14\n\x0cstep_seconds\x18\n \x01(\x01\x12\x1e\n\x16step_objective_seconds\x18\x0b \x01(\x01\x12\x1a\n\x12running_for_others\x18\x0c \x01(\r\x12\x1a\n\x12waiting_for_others\x18\r \x01(\r\x12\x18\n\x10steps_per_second\x18\x0e \x01(\x01\x12\x14\n\x0c\x63hunk_tokens\x18\x0f \x01(\r\x12\x19\n\x11\x64\x65vice_used_bytes\x18\x10 \x01(\x04\x12\x1a\n\x12\x64\x65vice_total_bytes\x18\x11 \x01(\x04\"j\n\x0fRegisterRequest\x12%\n\x04info\x18\x01 \x01(\x0b\x32\x15.tandem.v1.WorkerInfoH\x00\x12%\n\x04load\x18\x02 \x01(\x0b\x32\x15.tandem.v1.WorkerLoadH\x00\x42\t\n\x07message\"f\n\x10RegisterResponse\x12\x15\n\rlease_seconds\x18\x01 \x01(\x01\x12\r\n\x05\x64rain\x18\x02 \x01(\x08\x12\x19\n\x11heartbeat_seconds\x18\x03 \x01(\x01\x12\x11\n\tset_apart\x18\x04 \x01(\t*s\n\nWorkerRole\x12\x1b\n\x17WORKER_ROLE_UNSPECIFIED\x10\x00\x12\x17\n\x13WORKER_ROLE_PREFILL\x10\x01\x12\x16\n\x12WORKER_ROLE_DECODE\x10\x02\x12\x17\n\x13WORKER_ROLE_ELASTIC\x10\x03\x32Z\n\x0fRegistryService\x12G\n\x08Register\x12\x1a.tandem.v1.RegisterRequest\x1a\x1b.tandem.v1.RegisterResponse(\x01\x30\x01\x42\x14Z\x12tandem/v1;tandemv1b\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -32,18 +32,20 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'tandem.v1.registry_pb2', _g
 if not _descriptor._USE_C_DESCRIPTORS:
   _globals['DESCRIPTOR']._loaded_options = None
   _globals['DESCRIPTOR']._serialized_options = b'Z\022tandem/v1;tandemv1'
-  _globals['_WORKERROLE']._serialized_start=1254
-  _globals['_WORKERROLE']._serialized_end=1369
-  _globals['_WORKERINFO']._serialized_start=40
-  _globals['_WORKERINFO']._serialized_end=462
-  _globals['_POOLSTATUS']._serialized_start=465
-  _globals['_POOLSTATUS']._serialized_end=685
-  _globals['_WORKERLOAD']._serialized_start=688
-  _globals['_WORKERLOAD']._serialized_end=1040
-  _globals['_REGISTERREQUEST']._serialized_start=1042
-  _globals['_REGISTERREQUEST']._serialized_end=1148
-  _globals['_REGISTERRESPONSE']._serialized_start=1150
-  _globals['_REGISTERRESPONSE']._serialized_end=1252
-  _globals['_REGISTRYSERVICE']._serialized_start=1371
-  _globals['_REGISTRYSERVICE']._serialized_end=1461
+  _globals['_WORKERROLE']._serialized_start=1466
+  _globals['_WORKERROLE']._serialized_end=1581
+  _globals['_DECISION']._serialized_start=39
+  _globals['_DECISION']._serialized_end=106
+  _globals['_WORKERINFO']._serialized_start=109
+  _globals['_WORKERINFO']._serialized_end=571
+  _globals['_POOLSTATUS']._serialized_start=574
+  _globals['_POOLSTATUS']._serialized_end=794
+  _globals['_WORKERLOAD']._serialized_start=797
+  _globals['_WORKERLOAD']._serialized_end=1252
+  _globals['_REGISTERREQUEST']._serialized_start=1254
+  _globals['_REGISTERREQUEST']._serialized_end=1360
+  _globals['_REGISTERRESPONSE']._serialized_start=1362
+  _globals['_REGISTERRESPONSE']._serialized_end=1464
+  _globals['_REGISTRYSERVICE']._serialized_start=1583
+  _globals['_REGISTRYSERVICE']._serialized_end=1673
 # @@protoc_insertion_point(module_scope)

@@ -18,8 +18,20 @@ WORKER_ROLE_PREFILL: WorkerRole
 WORKER_ROLE_DECODE: WorkerRole
 WORKER_ROLE_ELASTIC: WorkerRole
 
+class Decision(_message.Message):
+    __slots__ = ("name", "value", "why", "force")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    VALUE_FIELD_NUMBER: _ClassVar[int]
+    WHY_FIELD_NUMBER: _ClassVar[int]
+    FORCE_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    value: str
+    why: str
+    force: str
+    def __init__(self, name: _Optional[str] = ..., value: _Optional[str] = ..., why: _Optional[str] = ..., force: _Optional[str] = ...) -> None: ...
+
 class WorkerInfo(_message.Message):
-    __slots__ = ("worker_id", "incarnation", "role", "address", "model", "config_fingerprint", "model_fingerprint", "layout_fingerprint", "transports", "local_prefill_tokens", "max_sequence_tokens", "pid", "device", "admin_address", "pool_tokens", "max_seqs")
+    __slots__ = ("worker_id", "incarnation", "role", "address", "model", "config_fingerprint", "model_fingerprint", "layout_fingerprint", "transports", "local_prefill_tokens", "max_sequence_tokens", "pid", "device", "admin_address", "pool_tokens", "max_seqs", "decisions")
     WORKER_ID_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     ROLE_FIELD_NUMBER: _ClassVar[int]
@@ -36,6 +48,7 @@ class WorkerInfo(_message.Message):
     ADMIN_ADDRESS_FIELD_NUMBER: _ClassVar[int]
     POOL_TOKENS_FIELD_NUMBER: _ClassVar[int]
     MAX_SEQS_FIELD_NUMBER: _ClassVar[int]
+    DECISIONS_FIELD_NUMBER: _ClassVar[int]
     worker_id: str
     incarnation: str
     role: WorkerRole
@@ -52,7 +65,8 @@ class WorkerInfo(_message.Message):
     admin_address: str
     pool_tokens: int
     max_seqs: int
-    def __init__(self, worker_id: _Optional[str] = ..., incarnation: _Optional[str] = ..., role: _Optional[_Union[WorkerRole, str]] = ..., address: _Optional[str] = ..., model: _Optional[str] = ..., config_fingerprint: _Optional[str] = ..., model_fingerprint: _Optional[str] = ..., layout_fingerprint: _Optional[str] = ..., transports: _Optional[_Iterable[str]] = ..., local_prefill_tokens: _Optional[int] = ..., max_sequence_tokens: _Optional[int] = ..., pid: _Optional[int] = ..., device: _Optional[str] = ..., admin_address: _Optional[str] = ..., pool_tokens: _Optional[int] = ..., max_seqs: _Optional[int] = ...) -> None: ...
+    decisions: _containers.RepeatedCompositeFieldContainer[Decision]
+    def __init__(self, worker_id: _Optional[str] = ..., incarnation: _Optional[str] = ..., role: _Optional[_Union[WorkerRole, str]] = ..., address: _Optional[str] = ..., model: _Optional[str] = ..., config_fingerprint: _Optional[str] = ..., model_fingerprint: _Optional[str] = ..., layout_fingerprint: _Optional[str] = ..., transports: _Optional[_Iterable[str]] = ..., local_prefill_tokens: _Optional[int] = ..., max_sequence_tokens: _Optional[int] = ..., pid: _Optional[int] = ..., device: _Optional[str] = ..., admin_address: _Optional[str] = ..., pool_tokens: _Optional[int] = ..., max_seqs: _Optional[int] = ..., decisions: _Optional[_Iterable[_Union[Decision, _Mapping]]] = ...) -> None: ...
 
 class PoolStatus(_message.Message):
     __slots__ = ("total_blocks", "free_blocks", "reserved_blocks", "receiving_blocks", "live_blocks", "quarantined_blocks", "block_size", "unused_slots", "cached_blocks")
@@ -77,7 +91,7 @@ class PoolStatus(_message.Message):
     def __init__(self, total_blocks: _Optional[int] = ..., free_blocks: _Optional[int] = ..., reserved_blocks: _Optional[int] = ..., receiving_blocks: _Optional[int] = ..., live_blocks: _Optional[int] = ..., quarantined_blocks: _Optional[int] = ..., block_size: _Optional[int] = ..., unused_slots: _Optional[int] = ..., cached_blocks: _Optional[int] = ...) -> None: ...
 
 class WorkerLoad(_message.Message):
-    __slots__ = ("engine_steps", "running_seqs", "waiting_seqs", "queued_prompt_tokens", "pool", "live_transfers", "draining", "preemptions", "prompt_tokens_per_second", "step_seconds", "step_objective_seconds", "running_for_others", "waiting_for_others")
+    __slots__ = ("engine_steps", "running_seqs", "waiting_seqs", "queued_prompt_tokens", "pool", "live_transfers", "draining", "preemptions", "prompt_tokens_per_second", "step_seconds", "step_objective_seconds", "running_for_others", "waiting_for_others", "steps_per_second", "chunk_tokens", "device_used_bytes", "device_total_bytes")
     ENGINE_STEPS_FIELD_NUMBER: _ClassVar[int]
     RUNNING_SEQS_FIELD_NUMBER: _ClassVar[int]
     WAITING_SEQS_FIELD_NUMBER: _ClassVar[int]
@@ -91,6 +105,10 @@ class WorkerLoad(_message.Message):
     STEP_OBJECTIVE_SECONDS_FIELD_NUMBER: _ClassVar[int]
     RUNNING_FOR_OTHERS_FIELD_NUMBER: _ClassVar[int]
     WAITING_FOR_OTHERS_FIELD_NUMBER: _ClassVar[int]
+    STEPS_PER_SECOND_FIELD_NUMBER: _ClassVar[int]
+    CHUNK_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    DEVICE_USED_BYTES_FIELD_NUMBER: _ClassVar[int]
+    DEVICE_TOTAL_BYTES_FIELD_NUMBER: _ClassVar[int]
     engine_steps: int
     running_seqs: int
     waiting_seqs: int
@@ -104,7 +122,11 @@ class WorkerLoad(_message.Message):
     step_objective_seconds: float
     running_for_others: int
     waiting_for_others: int
-    def __init__(self, engine_steps: _Optional[int] = ..., running_seqs: _Optional[int] = ..., waiting_seqs: _Optional[int] = ..., queued_prompt_tokens: _Optional[int] = ..., pool: _Optional[_Union[PoolStatus, _Mapping]] = ..., live_transfers: _Optional[int] = ..., draining: bool = ..., preemptions: _Optional[int] = ..., prompt_tokens_per_second: _Optional[float] = ..., step_seconds: _Optional[float] = ..., step_objective_seconds: _Optional[float] = ..., running_for_others: _Optional[int] = ..., waiting_for_others: _Optional[int] = ...) -> None: ...
+    steps_per_second: float
+    chunk_tokens: int
+    device_used_bytes: int
+    device_total_bytes: int
+    def __init__(self, engine_steps: _Optional[int] = ..., running_seqs: _Optional[int] = ..., waiting_seqs: _Optional[int] = ..., queued_prompt_tokens: _Optional[int] = ..., pool: _Optional[_Union[PoolStatus, _Mapping]] = ..., live_transfers: _Optional[int] = ..., draining: bool = ..., preemptions: _Optional[int] = ..., prompt_tokens_per_second: _Optional[float] = ..., step_seconds: _Optional[float] = ..., step_objective_seconds: _Optional[float] = ..., running_for_others: _Optional[int] = ..., waiting_for_others: _Optional[int] = ..., steps_per_second: _Optional[float] = ..., chunk_tokens: _Optional[int] = ..., device_used_bytes: _Optional[int] = ..., device_total_bytes: _Optional[int] = ...) -> None: ...
 
 class RegisterRequest(_message.Message):
     __slots__ = ("info", "load")

@@ -283,14 +283,18 @@ class Leaving(_message.Message):
     def __init__(self, handle: _Optional[int] = ...) -> None: ...
 
 class HandoffDone(_message.Message):
-    __slots__ = ("handle", "transfer_bytes", "transfer_seconds")
+    __slots__ = ("handle", "transfer_bytes", "transfer_seconds", "transport", "passed_over")
     HANDLE_FIELD_NUMBER: _ClassVar[int]
     TRANSFER_BYTES_FIELD_NUMBER: _ClassVar[int]
     TRANSFER_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    TRANSPORT_FIELD_NUMBER: _ClassVar[int]
+    PASSED_OVER_FIELD_NUMBER: _ClassVar[int]
     handle: int
     transfer_bytes: int
     transfer_seconds: float
-    def __init__(self, handle: _Optional[int] = ..., transfer_bytes: _Optional[int] = ..., transfer_seconds: _Optional[float] = ...) -> None: ...
+    transport: str
+    passed_over: str
+    def __init__(self, handle: _Optional[int] = ..., transfer_bytes: _Optional[int] = ..., transfer_seconds: _Optional[float] = ..., transport: _Optional[str] = ..., passed_over: _Optional[str] = ...) -> None: ...
 
 class Failed(_message.Message):
     __slots__ = ("handle", "reason", "message", "retryable", "field")

@@ -9,6 +9,7 @@ import asyncio
 import contextlib
 import os
 import random
+import re
 import signal
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
@@ -18,11 +19,13 @@ import pytest
 
 from bench.support.cluster import Cluster, eventually, run_command, serve
 from models.files.checkpoint import read_checkpoint
-from tandem.client import AsyncClient, Client, ClusterStatus
+from tandem.client import AsyncClient, Client, ClusterStatus, WorkerStatus
 from tandem.convert import info_to_proto, load_to_proto
+from tandem.errors import InvalidRequest
 from tandem.types import Incarnation, PoolCounts, Role, WorkerId, WorkerInfo, WorkerLoad
 from tandem.v1 import registry_pb2, registry_pb2_grpc
 from tests.browser import Page, browser_page
+from tests.finished_command import finished
 
 PICTURE = Path(__file__).parents[2] / "docs" / "images" / "admin-page.png"
 TIMEOUT_S = 20.0
@@ -175,6 +178,63 @@ async def counts_become_as_told(page: Page, cluster: Cluster) -> bool:
     return False
 
 
+async def test_lines_begin_before_the_page_was_opened_and_steps_are_right_at_once(cluster: Cluster) -> None:
+    async with streams(cluster.target, 2):
+        assert await asyncio.to_thread(
+            eventually, lambda: all(each.load.steps_per_s > 5 for each in decoding(status_of(cluster)))
+        )
+        async with page_of(status_of(cluster).admin_address) as page:
+            assert await page.value("past.series.active.length") >= 1
+            assert "L" in await page.value("document.querySelector('#active-spark path.first').getAttribute('d')")
+            for worker in decoding(status_of(cluster)):
+                shown = float((await text_of(page, worker.info.worker_id, "steps")).replace(",", ""))
+                assert 5 < shown < 2000
+
+
+def decoding(status: ClusterStatus) -> list[WorkerStatus]:
+    return [each for each in status.workers if each.info.role is Role.DECODE]
+
+
+async def test_it_says_why_where_from_to_and_how_slow(cluster: Cluster) -> None:
+    with Client(cluster.target) as client:
+        for _ in range(2):
+            client.complete("Once upon a time there was", max_tokens=2)
+        with pytest.raises(InvalidRequest):
+            client.complete("Once", max_tokens=2, temperature=-1.0)
+        assert eventually(lambda: client.status().handoffs and client.status().recent.num_last > 1)
+        status = client.status()
+    assert "remote_static" in {each.reason for each in status.recent.last_placements}
+    assert {each.reason for each in status.refusals} >= {"INVALID_FIELD"}
+    (pair, *_) = status.handoffs
+    assert pair.transport == "shm"
+    async with page_of(status.admin_address) as page:
+        recent = status.recent
+        assert await page.value("document.getElementById('placements-summary').textContent") == (
+            f"of the last {recent.num_last:,} requests, {recent.num_split:,} split between two workers"
+        )
+        assert f"{pair.count:,} · " in await page.value("document.querySelector('#handoffs tbody').textContent")
+        slow = await page.value("document.querySelector('#slow tbody').textContent")
+        assert all(each.trace_id in slow for each in status.slow_requests)
+        choices = await page.value("[...document.querySelectorAll('#choices tbody tr')].map((row) => row.textContent)")
+        assert any(
+            "decode-0, decode-1, prefill-0, prefill-1kernels" in row and "--attention-backend" in row for row in choices
+        )
+        assert any("--kv-blocks says so" in row for row in choices)
+        assert "refused: INVALID_FIELD" in await page.value("document.getElementById('failed-reasons').textContent")
+        assert await page.value("document.getElementById('hit-rate').textContent.endsWith(' %')")
+
+
+def test_explain_says_in_a_terminal_what_the_page_says(cluster: Cluster) -> None:
+    told = finished("status", "--explain", "--target", cluster.target)
+    assert (told.returncode, told.stderr) == (0, "")
+    lines = told.stdout.splitlines()
+    assert "decode-0, decode-1:" in lines
+    (pool,) = {line for line in lines if line.startswith("  KV pool: 192 blocks")}
+    assert pool.endswith("why: --kv-blocks says so; forced by: --kv-blocks")
+    assert any(re.match(r"  prefill-\d to decode-\d: shm, \d+, median ", line) for line in lines)
+    assert any(re.match(r"of the last \d+ requests \d+ were split", line) for line in lines)
+
+
 async def test_a_workers_death_shows_and_so_does_its_successor(cluster: Cluster) -> None:
     status = status_of(cluster)
     (victim,) = [worker.info for worker in status.workers if worker.info.worker_id == "prefill-1"]
@@ -269,7 +329,7 @@ async def test_the_picture(cluster: Cluster, tmp_path: Path) -> None:
     async with page_of(status_of(cluster).admin_address) as page, streams(cluster.target, 9 if wanted else 4):
         await page.until("document.getElementById('active').textContent !== '0'")
         if wanted:
-            await asyncio.sleep(62)  # sparklines cover a minute
+            await asyncio.sleep(62)  # quantiles are of a minute
             await page.until("[...document.querySelectorAll('[data-block=receiving].some')].length > 0", timeout_s=60)
         picture = await page.picture()
     (PICTURE if wanted else tmp_path / "page.png").write_bytes(picture)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import signal
+import socket
 import threading
 import urllib.request
 from typing import Any
@@ -35,3 +36,12 @@ def test_routers_share_the_port_and_a_stream_outlives_the_order_to_stop() -> Non
         assert rest.endswith(b"data: [DONE]\n\n")
         assert b'"finish_reason":"length"' in rest
         assert cluster.process.wait(60) == 0
+
+
+def test_routers_start_on_a_port_that_callers_have_just_left() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as before:
+        address = f"127.0.0.1:{before.getsockname()[1]}"
+        with socket.create_connection(before.getsockname()):
+            before.accept()[0].close()  # whoever closes first keeps the port for a minute
+    with serve("demo", "--router-processes", "2", "--http", address) as cluster:
+        assert http_address(cluster) == address

@@ -16,7 +16,7 @@ import yaml
 
 from bench.support.cluster import Cluster, eventually, serve
 from bench.support.ports import free_ports
-from shell.telemetry import metric_names, vllm_names
+from shell.telemetry import gen_ai_names, metric_names, vllm_names
 from shell.telemetry.metric import Process
 from tandem.client import Client
 from tests.metric_references import DEPLOY, referenced_metrics
@@ -32,13 +32,14 @@ def families(exposition: str) -> set[str]:
 
 
 def test_each_process_exposes_what_is_declared_for_it_and_nothing_else_of_ours(client: Client) -> None:
-    with serve("demo", "--workers", "1") as cluster, Client(cluster.target) as elastic:
-        exposed = expositions(elastic) | expositions(client)
+    with serve("demo", "--workers", "1", "--http", "127.0.0.1:0") as cluster, Client(cluster.target) as elastic:
+        exposed = expositions(client) | expositions(elastic)
     assert exposed.keys() == set(Process)
     for process, exposition in exposed.items():
         declared = {each.name for each in metric_names.ALL if process in each.on}
         declared |= {each.name for each in vllm_names.ALL for metric in each.of if process in metric.on}
-        assert {name for name in families(exposition) if name.startswith(("tandem_", "vllm:"))} == declared
+        declared |= {gen_ai_names.prometheus_name(each.name) for each in gen_ai_names.ALL if process in each.on}
+        assert {name for name in families(exposition) if name.startswith(("tandem_", "vllm:", "gen_ai_"))} == declared
         assert "process_resident_memory_bytes" in families(exposition)
 
 
@@ -68,7 +69,15 @@ def test_a_generation_is_counted_once_wherever_it_went(client: Client) -> None:
     assert risen(decode, "tandem_sampled_tokens_total") == 11
     for worker in (prefill, decode):
         assert eventually(partial(_let_go_of_one, risen, worker))
-    assert risen(prefill, "tandem_transfer_bytes_total") > 0
+    num_bytes = risen(prefill, "tandem_transfer_bytes_total")
+    assert risen(prefill, "vllm:nixl_bytes_transferred_sum") == num_bytes > 0
+    assert risen(prefill, "vllm:nixl_xfer_time_seconds_count") == 1
+    sources = "vllm:prompt_tokens_by_source_total"
+    assert risen(prefill, sources, source="local_compute") == prompt_tokens
+    assert risen(decode, sources, source="external_kv_transfer") == prompt_tokens
+    assert risen(router, "vllm:request_time_per_output_token_seconds_count") == 1
+    duration = "gen_ai_server_request_duration_seconds_count"
+    assert risen(router, duration, gen_ai_operation_name="text_completion", error_type="") == 1
 
 
 def _let_go_of_one(risen: Callable[..., float], worker: Process) -> bool:

@@ -15,6 +15,7 @@ import pytest
 from bench.support.cluster import run_command
 from cli.main import main
 from models.files.checkpoint import resolve_model
+from tests.fake_hub import fake_hub
 from tests.finished_command import finished
 from tests.mistake import Mistake
 from tests.mistakes import ANY, MISTAKES, PAGE, busy_address, page
@@ -37,8 +38,18 @@ def places(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]
     shown = pki.issue(LOOPBACK)
     listen = ("router", "--model", str(base), "--listen", "127.0.0.1:0", *QUICK)
     security = ("--tls-cert", shown.cert, "--tls-key", shown.key, "--tls-ca", pki.ca, "--token-file", pki.tokens(TOKEN))
-    with run_command(*listen) as router, run_command(*listen, *security) as secure, busy_address() as busy:
+    pickled = folder / "pickled"
+    pickled.mkdir()
+    shutil.copy(base / "config.json", pickled)
+    refused = {"org/gated": (403, "GatedRepo")}
+    with (
+        fake_hub({"org/model": base, "org/pickled": pickled}, refused) as hub,
+        run_command(*listen) as router,
+        run_command(*listen, *security) as secure,
+        busy_address() as busy,
+    ):
         yield {
+            "hub": hub.url,
             "router": router.target,
             "secure": secure.target,
             "busy": busy,
@@ -57,11 +68,13 @@ def test_the_message_says_what_is_wrong_and_what_to_do(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     model = mistake.spoil(Path(shutil.copytree(resolve_model("demo"), tmp_path / "model")))
-    argv = [part.format_map({**places, "model": model}) for part in mistake.argv]
+    known = {**places, "model": model}
+    argv = [part.format_map(known) for part in mistake.argv]
+    environment = {name: value.format_map(known) for name, value in mistake.environment.items()}
     monkeypatch.setattr(sys, "stdin", io.StringIO("hello\n"))
 
-    if mistake.own_process:
-        done = finished(*argv)
+    if mistake.own_process or environment:
+        done = finished(*argv, **environment)
         code, told = done.returncode, done.stderr
     else:
         code, told = _run_here(argv, capsys)

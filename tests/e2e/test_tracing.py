@@ -31,6 +31,7 @@ def collector() -> Iterator[Collector]:
     with collector.serve() as endpoint, pytest.MonkeyPatch.context() as environment:
         environment.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", endpoint)
         environment.setenv("OTEL_BSP_SCHEDULE_DELAY", "50")
+        environment.setenv("OTEL_METRIC_EXPORT_INTERVAL", "200")
         environment.setenv("OTEL_RESOURCE_ATTRIBUTES", "deployment.environment.name=test")
         yield collector
 
@@ -153,12 +154,21 @@ def test_a_trace_that_the_caller_did_not_sample_is_not_exported(traced: Cluster,
 
 
 def test_streams_between_processes_and_probes_have_no_spans(client: Client, collector: Collector) -> None:
-    client.complete(PROMPT, max_tokens=2)
     client.status()
-    for name in ("/Complete", "/GetStatus"):
-        assert eventually(lambda name=name: any(span.name.endswith(name) for span in collector.spans))
-    services = {span.attributes.get("rpc.service") for span in collector.spans} - {None}
-    assert services == {"tandem.v1.InferenceService", "tandem.v1.ClusterService"}
+    client.complete(PROMPT, max_tokens=2)
+    assert eventually(lambda: any(span.name.endswith("/Complete") for span in collector.spans))
+    assert {span.attributes.get("rpc.service") for span in collector.spans} - {None} == {"tandem.v1.InferenceService"}
+
+
+def test_each_process_sends_its_metrics_too(client: Client, collector: Collector) -> None:
+    client.complete(PROMPT, max_tokens=2)
+
+    def newest(service: str, *series: str) -> float:
+        return next((each.values[series] for each in reversed(collector.metrics) if each.service == service), 0.0)
+
+    assert eventually(lambda: newest("tandem-router", "tandem_completion_tokens_total") >= 2)
+    for service in ("tandem-router", "tandem-prefill", "tandem-decode"):
+        assert eventually(lambda service=service: newest(service, "tandem_serving") == 1)
 
 
 def test_no_words_of_a_prompt_or_a_completion_leave_the_processes(client: Client, collector: Collector) -> None:

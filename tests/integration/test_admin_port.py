@@ -50,6 +50,7 @@ async def start() -> AsyncIterator[StartProcess]:
             content = AdminContent(
                 health=server.health,
                 report=lambda: RouterReport(cluster=ClusterStatus("demo", True, "", 0, 0, 0, ())),
+                history=dict,
                 metrics=lambda _: (b"up 1\n", "text/plain; version=0.0.4"),
                 targets=lambda: (),
             )
@@ -88,10 +89,18 @@ async def test_http_is_answered(start: StartProcess) -> None:
 
 async def test_an_address_that_is_taken_is_a_bad_option_and_leaves_nothing_behind(start: StartProcess) -> None:
     process = await start()
-    content = AdminContent(health=process.server.health, report=None, metrics=None)  # type: ignore[arg-type]
+    content = AdminContent(health=process.server.health, report=None, history=dict, metrics=None)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="--admin-listen"):
         async with admin_port(process.admin, content, PLAIN):
             pass
+
+
+async def test_a_default_that_is_taken_gives_way_to_any_free_port(start: StartProcess) -> None:
+    process = await start()
+    content = AdminContent(health=process.server.health, report=None, history=dict, metrics=None)  # type: ignore[arg-type]
+    async with admin_port(process.admin, content, PLAIN, falls_back=True) as address:
+        assert address != process.admin
+        assert (await fetch(f"http://{address}/readyz"))[0] == 503
 
 
 # ---- callers that mean no good
@@ -157,7 +166,7 @@ async def test_a_report_that_fails_is_an_error_without_its_reason(
         raise ZeroDivisionError("secret")
 
     server = RpcServer("127.0.0.1:0", [], announce_s=0)
-    content = AdminContent(health=server.health, report=fail, metrics=None)  # type: ignore[arg-type]
+    content = AdminContent(health=server.health, report=fail, history=dict, metrics=None)  # type: ignore[arg-type]
     async with admin_port("127.0.0.1:0", content, PLAIN) as address:
         status, _, body = await fetch(f"http://{address}/status.json")
     assert status == 500
@@ -185,7 +194,7 @@ def trusting(pki: Pki, *alpn: str) -> ssl.SSLContext:
 
 def test_with_tls_silent_callers_do_not_keep_out_a_probe(pki: Pki) -> None:
     async def main() -> None:
-        content = AdminContent(health=RpcServer("127.0.0.1:0", []).health, report=None, metrics=None)  # type: ignore[arg-type]
+        content = AdminContent(health=RpcServer("127.0.0.1:0", []).health, report=None, history=dict, metrics=None)  # type: ignore[arg-type]
         async with admin_port("127.0.0.1:0", content, Incoming(pki.server(pki.issue()))) as address:
             host, _, port = address.rpartition(":")
             silent = [await asyncio.open_connection(host, int(port)) for _ in range(200)]

@@ -45,6 +45,16 @@ def test_the_list_gives_each_backend_a_reason():
     assert all(status.reason for status in backends)
 
 
+def test_the_kernels_say_why_they_and_no_better_ones_were_chosen():
+    decision = select_kernels("auto", CPU, torch.float64).decision
+    assert decision is not None
+    assert (decision.value, decision.force) == ("reference", "--attention-backend")
+    assert "triton: " in decision.why
+    forced = select_kernels("reference", CPU, torch.float32).decision
+    assert forced is not None
+    assert forced.why == "--attention-backend says so"
+
+
 def test_an_unknown_name_is_a_bad_option_that_lists_the_known():
     with pytest.raises(ConfigError, match=r"--attention-backend: 'warp'.*auto, flash_attn, triton, cpu, reference"):
         select_kernels("warp", CPU, torch.float32)

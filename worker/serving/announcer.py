@@ -212,7 +212,17 @@ class Rhythm:
 def _lasting(load: WorkerLoad) -> WorkerLoad:
     """Returns `load` without what every step changes, which is no news in itself."""
     pool = replace(load.pool, unused_slots=0)
-    return replace(load, engine_steps=0, prompt_tokens_per_s=0.0, step_s=0.0, step_objective_s=0.0, pool=pool)
+    return replace(
+        load,
+        engine_steps=0,
+        prompt_tokens_per_s=0.0,
+        step_s=0.0,
+        step_objective_s=0.0,
+        pool=pool,
+        steps_per_s=0.0,
+        chunk_tokens=0,
+        device_used_bytes=0,
+    )
 
 
 async def _resolve(router: str) -> set[str]:

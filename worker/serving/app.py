@@ -18,6 +18,7 @@ from typing import TypeVar
 
 from opentelemetry.trace import Tracer
 
+from engine.device_gauge import DeviceGauge
 from engine.guides import Guides
 from engine.loading import Engine, EngineRole, load_engine, resolve_device
 from engine.prefix_cache import PrefixCache
@@ -25,6 +26,7 @@ from kvtransfer.base import DeviceMemory, Fingerprints, PoolMemory
 from kvtransfer.sender import KvSender
 from kvtransfer.transports import choose
 from models.files.checkpoint import CheckpointInfo
+from models.files.hub import fetched
 from models.preflight import read_servable
 from shell.clock import MonotonicClock
 from shell.config import WorkerConfig
@@ -35,7 +37,8 @@ from shell.telemetry.logging import configure_logging
 from shell.telemetry.loop_lag import LoopLag
 from shell.telemetry.metric import Process
 from shell.telemetry.metrics import Metrics
-from shell.telemetry.tracing import tracing
+from shell.telemetry.otlp import exporting_metrics, tracing
+from tandem.decision import Decision
 from tandem.errors import ConfigError
 from tandem.security.credentials import Security
 from tandem.types import Incarnation, Role, WorkerId, WorkerInfo, new_incarnation
@@ -49,16 +52,29 @@ from worker.serving.process import WorkerProcess
 from worker.serving.spans import SequenceSpans
 
 C = TypeVar("C", bound=WorkerConfig)
+_ROLES = {
+    role: Decision("role", role, why, force)
+    for role, why, force in (
+        (Role.PREFILL, "computes prompts for decode workers, as it was started", "tandem serve --workers"),
+        (Role.DECODE, "decodes what prefill workers computed, as it was started", "tandem serve --workers"),
+        (
+            Role.ELASTIC,
+            "computes prompts, for others too, and decodes, as each request and step needs",
+            "tandem serve --prefill and --decode",
+        ),
+    )
+}
 SWITCH_INTERVAL_S = 0.0002
 """Longest time for which the engine's thread, launching kernels on a GPU, keeps the interpreter from the event loop.
 Instead of Python's 5 ms: on an H200, 32 and 64 streams of an 8B model get 4 and 9 % more tokens per second."""
 
 
 def run_worker(role: Role, config: C, serve: Callable[[C, Tracer | None, StopSignal], Awaitable[None]]) -> int:
-    """Runs a worker's process until a stop is asked for; returns its exit code."""
+    """Runs a worker's process until a stop is asked for; returns its exit code. Raises CheckpointError, ConfigError."""
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     configure_logging(role.value, config.log_format, config.log_level)
     show_in_log()
+    config = replace(config, model=fetched(config.model))
     with tracing(f"tandem-{role.value}", config.worker_id) as tracer:
         return run_process(partial(serve, config, tracer))
 
@@ -72,6 +88,7 @@ class Foundation:
     security: Security
     checkpoint: CheckpointInfo
     transports: tuple[str, ...]
+    why_these: Decision
     incarnation: Incarnation
     worker_id: WorkerId
     metrics: Metrics
@@ -83,13 +100,16 @@ class Foundation:
         """Reads certificates and checkpoint. Raises ConfigError, CheckpointError."""
         security = Security.load(config.security, config.ports, config.calls)
         checkpoint = read_servable(config.model, config.model_impl).checkpoint.within(config.context_tokens)
-        transports = choose(config.transport, resolve_device(config.device))
+        transports, why_these = choose(config.transport, resolve_device(config.device))
         incarnation, clock = new_incarnation(), MonotonicClock()
         worker_id = WorkerId(config.worker_id or f"{role.value}-{incarnation[:8]}")
         metrics = Metrics(Process(role.value), checkpoint.name, worker_id)
         spans = () if tracer is None else (SequenceSpans(tracer, role).hear,)
         events: WorkerEvents = ProcessEvents(*spans, WorkerMetrics(metrics, clock).hear)
-        return cls(role, config, security, checkpoint, transports, incarnation, worker_id, metrics, events, clock)
+        return cls(
+            *(role, config, security, checkpoint, transports, why_these),
+            *(incarnation, worker_id, metrics, events, clock),
+        )
 
     @property
     def validator(self) -> Validator:
@@ -129,7 +149,10 @@ class Foundation:
 
     def parts(self, engine: Engine, guides: Guides) -> WorkerParts:
         """Returns what the core works with."""
-        return WorkerParts(engine.thread, engine.cache, engine.sizes, self.validator, self.clock, self.events, guides)
+        gauge = DeviceGauge(engine.model.device, self.clock)
+        return WorkerParts(
+            *(engine.thread, engine.cache, engine.sizes, self.validator, self.clock, self.events, guides), gauge
+        )
 
     def fingerprints(self, engine: Engine) -> Fingerprints:
         """What the other side of a transfer must share."""
@@ -152,6 +175,7 @@ class Foundation:
             pid=os.getpid(),
             device=str(engine.model.device),
             max_seqs=engine.sizes.max_seqs,
+            decisions=(_ROLES[self.role], *engine.decisions, self.why_these),
         )
 
     async def serve(self, core: Worker, info: WorkerInfo, stop: StopSignal, cache: PrefixCache) -> None:
@@ -159,7 +183,8 @@ class Foundation:
         self.metrics.add_reader(lambda: load_readings(self.role, core.load()))
         self.metrics.add_reader(lambda: wait_readings(core.waits()))
         self.metrics.add_reader(lambda: cache_readings(cache.counters))
-        with LoopLag(self.metrics), self._telling_of(cache) as reports:
+        exporting = exporting_metrics(self.metrics, f"tandem-{self.role.value}", self.config.worker_id)
+        with LoopLag(self.metrics), exporting, self._telling_of(cache) as reports:
             process = WorkerProcess(self.config, core, self.incarnation, self.metrics, reports, security=self.security)
             await process.run(lambda address: replace(info, address=address), stop)
 

@@ -26,8 +26,11 @@ class WorkerMetrics:
         self.wait_s = metrics.histogram(names.SEQUENCE_WAIT)
         self.transfers = metrics.counter(names.TRANSFERS)
         self.transfer_failures = metrics.counter(names.TRANSFER_FAILURES)
-        self.transfer_s = metrics.histogram(names.TRANSFER_SECONDS)
-        self.transfer_bytes = metrics.counter(names.TRANSFER_BYTES)
+        self.sent_s = metrics.histogram(names.TRANSFER_SECONDS, "sent")
+        self.received_s = metrics.histogram(names.TRANSFER_SECONDS, "received")
+        self.transfer_sizes = metrics.histogram(names.TRANSFER_SIZE)
+        self.num_received_tokens = 0
+        """Tokens whose KV came by a hand-off."""
         self.moves = metrics.counter(names.MOVES)
         self.cache_queries = metrics.counter(names.PREFIX_CACHE_QUERIES)
         self.cache_hits = metrics.counter(names.PREFIX_CACHE_HITS)
@@ -35,6 +38,7 @@ class WorkerMetrics:
         self._step_s = {kind: metrics.histogram(names.STEP_SECONDS, kind) for kind in ("prefill", "decode", "mixed")}
         self._step_seqs = metrics.histogram(names.STEP_SEQS)
         self._step_tokens = metrics.histogram(names.STEP_TOKENS)
+        metrics.add_reader(self._read)
 
     def hear(self, event: events.WorkerEvent) -> events.SequenceListener | None:
         """A listener of the process. Returns the listener of a sequence that arrives."""
@@ -50,6 +54,13 @@ class WorkerMetrics:
                 self.sampled_tokens.add(num_decode_seqs)
         return None
 
+    def _read(self) -> Iterator[Reading]:
+        """Returns what other figures say under further names."""
+        yield Reading(names.TRANSFER_BYTES, self.transfer_sizes.sum)
+        sources = self._computed_tokens[()], self.cache_hits[()], self.num_received_tokens
+        for (source,), num_tokens in zip(names.PROMPT_TOKENS_BY_SOURCE.presets, sources, strict=True):
+            yield Reading(names.PROMPT_TOKENS_BY_SOURCE, num_tokens, (source,))
+
 
 class _Sequence:
     """One sequence's way; what waits, is reserved or preempted is read from the load."""
@@ -60,6 +71,8 @@ class _Sequence:
         self._arrived_s = of.clock.now_s()
         self._started = False
         self._transferring = False
+        self._num_lacking = 0
+        """Tokens whose KV the cache lacked."""
 
     def hear(self, event: events.SequenceEvent) -> None:
         of = self._of
@@ -67,6 +80,7 @@ class _Sequence:
             case events.PrefixLookedUp():
                 of.cache_queries.add(event.num_tokens)
                 of.cache_hits.add(event.num_cached_tokens)
+                self._num_lacking = event.num_tokens - event.num_cached_tokens
             case events.Started() if not self._started:
                 self._started = True
                 of.wait_s.observe(of.clock.now_s() - self._arrived_s)
@@ -77,8 +91,12 @@ class _Sequence:
             case events.Transferred():
                 self._transferring = False
                 of.transfers.add(1, "committed")
-                of.transfer_s.observe(event.seconds)
-                of.transfer_bytes.add(event.num_bytes)
+                if event.transport is None:
+                    of.received_s.observe(event.seconds)
+                    of.num_received_tokens += self._num_lacking
+                else:
+                    of.sent_s.observe(event.seconds)
+                    of.transfer_sizes.observe(event.num_bytes)
             case events.Moved():
                 of.moves.add(1, event.reason)
             case events.SequenceEnded():

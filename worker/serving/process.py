@@ -16,6 +16,7 @@ from dataclasses import replace
 from functools import partial
 
 from shell.admin.content import AdminContent, WorkerReport
+from shell.admin.history import History
 from shell.admin.port import admin_port
 from shell.clock import Clock, MonotonicClock
 from shell.config import WorkerConfig
@@ -83,6 +84,7 @@ class WorkerProcess:
         self._security = security
         self._metrics = metrics
         self._clock = MonotonicClock()
+        self._history = History(lambda: {"used": self._core.load().pool.num_used})
         self._progress = progress or ProgressWatch(self._clock)
         self._watch_every_s = watch_every_s
         servicer = WorkerServicer(core, incarnation, reports)
@@ -104,8 +106,9 @@ class WorkerProcess:
         port = await self._server.start()
         info = info_at(advertised_address(self._config.listen, self._config.advertise, port))
         try:
-            async with self._admin_port(info) as admin_address:
-                await self._work(replace(info, admin_address=admin_address), stop)
+            with self._history:
+                async with self._admin_port(info) as admin_address:
+                    await self._work(replace(info, admin_address=admin_address), stop)
         finally:
             await self._server.drain(grace_s=0)
 
@@ -148,7 +151,12 @@ class WorkerProcess:
                 load=self._core.load(),
             )
 
-        content = AdminContent(health=self._server.health, report=report, metrics=self._metrics.exposition)
+        content = AdminContent(
+            health=self._server.health,
+            report=report,
+            history=self._history.report,
+            metrics=self._metrics.exposition,
+        )
         return admin_port(self._config.admin_listen, content, self._security.incoming, self._config.advertise)
 
     async def _watch_progress(self) -> None:

@@ -21,7 +21,7 @@ from typing import TypeAlias
 from engine.step import SampledToken
 from tandem.convert import failed_to_proto, finish_reason_to_proto, logprobs_to_proto, wait_reason_to_proto
 from tandem.errors import TandemError
-from tandem.types import FinishReason, Handle, Incarnation, TokenLogprobs, WaitReason
+from tandem.types import UNKNOWN_ROUTE, FinishReason, Handle, Incarnation, KvRoute, TokenLogprobs, WaitReason
 from tandem.v1 import worker_pb2
 from worker.ports import TokenColumns, TokenExtra
 from worker.serving.cache_reports import CacheNews
@@ -97,9 +97,15 @@ class RouterSession:
         self._tokens.add(columns if self._open.issuperset(columns.handles) else columns.of(self._open))
         self._filled.set()
 
-    def handoff_done(self, handle: Handle, num_bytes: int, seconds: float) -> None:
+    def handoff_done(self, handle: Handle, num_bytes: int, seconds: float, route: KvRoute = UNKNOWN_ROUTE) -> None:
         """See `worker.ports.RouterPort`."""
-        message = worker_pb2.HandoffDone(handle=handle, transfer_bytes=num_bytes, transfer_seconds=seconds)
+        message = worker_pb2.HandoffDone(
+            handle=handle,
+            transfer_bytes=num_bytes,
+            transfer_seconds=seconds,
+            transport=route.transport,
+            passed_over=route.passed_over,
+        )
         self._add(self._ends, handle, worker_pb2.ConnectResponse(handoff_done=message))
 
     def leaving(self, handle: Handle) -> None:

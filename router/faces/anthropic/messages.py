@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from aiohttp import web
@@ -30,7 +30,7 @@ async def create_message(desk: Desk, call: Call) -> web.StreamResponse:
         tools = request.resolved_tools()
         tools.check(desk.answers)
         sampling = request.sampling(tools, keeps_special_tokens=desk.needs_special_tokens(tools))
-        completion = CompletionRequest(request.prompt(tools), sampling, model=request.model)
+        completion = CompletionRequest(request.prompt(tools), sampling, desk.request_id(call), request.model)
         caller = desk.caller(call)
     async with desk.entrance.run(completion, caller) as running:
         (reader,) = await desk.choice_readers(running, 1, tools, keeps_end=False)
@@ -79,18 +79,16 @@ class _Answer:
             async for output in outputs(self._running):
                 if not stream.begun:
                     spent = {"input_tokens": len(self._running.prompt_token_ids), "output_tokens": 0}
-                    await stream.send(
-                        {"type": "message_start", "message": {**self._message, "usage": spent}}, "message_start"
-                    )
+                    await stream.send_typed([{"type": "message_start", "message": {**self._message, "usage": spent}}])
                 for part in self._reader.read(output):
-                    await _send(stream, self._take(part))
+                    await stream.send_typed(self._take(part))
                 if output.summary is not None:
                     delta = {"type": "message_delta", "delta": self._end(output), "usage": self._usage(output)}
-                    await _send(stream, [*self._close(), delta, {"type": "message_stop"}])
+                    await stream.send_typed([*self._close(), delta, {"type": "message_stop"}])
         except TandemError as error:
             if not stream.begun:
                 raise
-            await stream.send(anthropic_error(error), "error")
+            await stream.send_typed([anthropic_error(error)])
         return await stream.end()
 
     def _take(self, part: Part) -> list[dict[str, Any]]:
@@ -152,11 +150,6 @@ class _Answer:
             "cache_creation_input_tokens": 0,
             "output_tokens": output.summary.completion_tokens,
         }
-
-
-async def _send(stream: EventStream, events: Sequence[Mapping[str, Any]]) -> None:
-    for event in events:
-        await stream.send(event, event["type"])
 
 
 def _object(text: str) -> Any:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import msgspec
 
 from router.faces.openai.conversation import FunctionCall, Message, ToolCall, chat_prompt
-from router.faces.openai.sampling import TopK, Uint32
+from router.faces.openai.sampling import TopK, seed_of
 from router.faces.openai.tools import Choice, Tool, Tools
 from router.request import ChatPrompt
 from router.sampling import SamplingRequest
@@ -21,7 +21,7 @@ _CHOICES = {"auto": Choice.AUTO, "any": Choice.REQUIRED, "none": Choice.NONE}
 class Turn(msgspec.Struct, kw_only=True):
     """One turn: text, or blocks."""
 
-    role: str
+    role: Literal["user", "assistant"]
     content: str | list[Block]
 
 
@@ -44,6 +44,12 @@ class ToolChoice(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     disable_parallel_tool_use: bool = False
 
 
+class Thinking(msgspec.Struct, kw_only=True):
+    """Whether the model is to think; how much is its own choice."""
+
+    type: Literal["enabled", "adaptive", "disabled"]
+
+
 class Conversation(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """What both endpoints take: turns, tools and instructions."""
 
@@ -52,7 +58,7 @@ class Conversation(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     system: str | list[Block] | None = None
     tools: list[MessageTool] | None = None
     tool_choice: ToolChoice | None = None
-    thinking: dict[str, Any] | None = None
+    thinking: Thinking | None = None
     cache_control: Any = None
     """Without effect: prefixes are always cached."""
 
@@ -75,7 +81,7 @@ class Conversation(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
         """Returns the conversation. Raises InvalidRequest, UnsupportedOption."""
         variables: dict[str, Any] = {}
         if self.thinking is not None:
-            variables["enable_thinking"] = self.thinking.get("type") in ("enabled", "adaptive")
+            variables["enable_thinking"] = self.thinking.type != "disabled"
         messages = [] if self.system is None else [Message(role="system", content=_text(self.system, "system"))]
         for index, turn in enumerate(self.messages):
             messages += _messages(turn, f"messages[{index}]")
@@ -100,19 +106,21 @@ class MessagesRequest(Conversation, kw_only=True, forbid_unknown_fields=True):
     context_management: Any = None
     output_config: Any = None
     # Tandem's own
-    seed: Uint32 | None = None
+    seed: int | None = None
 
     def sampling(self, tools: Tools, *, keeps_special_tokens: bool) -> SamplingRequest:
         """Returns the sampling. Raises UnsupportedOption."""
         for name in ("container", "mcp_servers", "context_management", "output_config"):
             if getattr(self, name):
                 raise UnsupportedOption(name)
+        if self.messages and self.messages[-1].role == "assistant":
+            raise UnsupportedOption("messages", "the last turn must be the user's: the assistant's is not continued")
         return SamplingRequest(
             max_tokens=self.max_tokens,
             temperature=self.temperature,
             top_k=None if self.top_k is None else max(0, self.top_k),
             top_p=self.top_p,
-            seed=self.seed,
+            seed=seed_of(self.seed),
             stop=tuple(self.stop_sequences or ()),
             skip_special_tokens=False if keeps_special_tokens else None,
             **tools.constraint(),  # type: ignore[arg-type]  # a schema

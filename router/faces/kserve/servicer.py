@@ -39,6 +39,7 @@ Context = grpc.aio.ServicerContext[Any, Any]
 SERVICE_NAME = "inference.GRPCInferenceService"
 """Name of the service in its protocol."""
 _EXTENSIONS = ("model_configuration", "parameters", "schedule_policy", "statistics")
+_PROBES = ("ServerLive", "ServerReady", "ModelReady", "ServerMetadata", "ModelMetadata")
 _REFUSED = {
     **dict.fromkeys(("RepositoryModelLoad", "RepositoryModelUnload"), "a router serves the model it was started with"),
     **dict.fromkeys(
@@ -292,5 +293,5 @@ class InferStream:
 def kserve_service(servicer: KserveServicer) -> Service:
     """With what of the protocol is refused by name."""
     return partial_service(
-        SERVICE_NAME, partial(kserve_pb2_grpc.add_GRPCInferenceServiceServicer_to_server, servicer), _REFUSED
+        SERVICE_NAME, partial(kserve_pb2_grpc.add_GRPCInferenceServiceServicer_to_server, servicer), _REFUSED, _PROBES
     )

@@ -11,20 +11,18 @@ from aiohttp import web
 from router.choice_stream import ChoiceOutput
 from router.entrance import RunningRequest
 from router.faces.openai.conversation import FunctionTool, Message, chat_prompt
-from router.faces.openai.desk import ChoiceReader, Desk, outputs, texts_of, usage
+from router.faces.openai.desk import ChoiceReader, Desk, outputs, usage, usage_so_far
 from router.faces.openai.errors import openai_error
 from router.faces.openai.logprobs import LogprobsWriter
 from router.faces.openai.reading import read_body
 from router.faces.openai.sampling import SamplingFields, Uint32
 from router.faces.openai.sse import EventStream, answer_whole
-from router.faces.openai.tools import Choice, Tools, new_call_id
-from router.faces.parsers.parts import CallArguments, CallBegan, Part, Reasoning, Text
+from router.faces.openai.tools import Tools, new_call_id, tool_choice
+from router.faces.parsers.parts import CallArguments, CallBegan, Reasoning, Text
 from router.request import CompletionRequest
 from shell.http.server import Call
 from tandem.errors import InvalidRequest, TandemError, UnsupportedOption
 from tandem.types import TokenLogprobs
-
-_CHOICES = {"none": Choice.NONE, "auto": Choice.AUTO, "required": Choice.REQUIRED}
 
 
 class ChatRequest(SamplingFields, kw_only=True, forbid_unknown_fields=True):
@@ -52,9 +50,9 @@ class ChatRequest(SamplingFields, kw_only=True, forbid_unknown_fields=True):
     def resolved_tools(self) -> Tools:
         """Returns the tools with the choice among them. Raises InvalidRequest, UnsupportedOption."""
         tools = [each.tool(f"tools[{index}]") for index, each in enumerate(self.tools or ())]
-        return Tools.of(tools, _tool_choice(self.tool_choice), parallel=self.parallel_tool_calls is not False)
+        return Tools.of(tools, tool_choice(self.tool_choice), parallel=self.parallel_tool_calls is not False)
 
-    def completion(self, desk: Desk, tools: Tools) -> CompletionRequest:
+    def completion(self, desk: Desk, tools: Tools, request_id: str) -> CompletionRequest:
         """Returns what the entrance takes. Raises InvalidRequest, UnsupportedOption."""
         _refuse_unknown(self)
         variables: dict[str, Any] = {"reasoning_effort": self.reasoning_effort, "documents": self.documents}
@@ -72,7 +70,7 @@ class ChatRequest(SamplingFields, kw_only=True, forbid_unknown_fields=True):
         return CompletionRequest(
             prompt=chat_prompt(self.messages, tools, variables | (self.chat_template_kwargs or {})),
             sampling=self.sampling(**others, **tools.constraint()),
-            request_id=self.request_id or "",
+            request_id=request_id,
             model=self.model,
             priority=self.priority,
             cache_salt=self.cache_salt or "",
@@ -85,7 +83,8 @@ async def chat(desk: Desk, call: Call) -> web.StreamResponse:
         request = read_body(await call.body(), ChatRequest)
         tools = request.resolved_tools()
         tools.check(desk.answers)
-        completion, caller = request.completion(desk, tools), desk.caller(call)
+        request_id = desk.request_id(call, request.request_id)
+        completion, caller = request.completion(desk, tools, request_id), desk.caller(call)
     async with desk.entrance.run(completion, caller) as running:
         keeps_end = request.skip_special_tokens is False
         readers = await desk.choice_readers(running, request.num_choices, tools, keeps_end=keeps_end)
@@ -153,12 +152,7 @@ class _Answer:
             return
         options, running = self._request.stream_options, None
         if options is not None and options.continuous_usage_stats:
-            num_prompt = len(self._running.prompt_token_ids)
-            running = {
-                "prompt_tokens": num_prompt,
-                "completion_tokens": num_tokens,
-                "total_tokens": num_prompt + num_tokens,
-            }
+            running = usage_so_far(len(self._running.prompt_token_ids), num_tokens)
         chunk = self._chunk([choice], running)
         if output.prompt_logprobs:
             chunk["prompt_logprobs"] = self._prompt_piece(output.prompt_logprobs, begins)
@@ -179,13 +173,10 @@ class _Answer:
 
     def _choice(self, output: ChoiceOutput) -> dict[str, Any]:
         reader = self._readers[output.index]
-        parts = reader.read(output)
-        calls = _calls(parts)
-        message: dict[str, Any] = {"role": "assistant", "content": texts_of(parts) or (None if calls else "")}
-        if (thought := texts_of(parts, Reasoning)) and self._request.include_reasoning:
-            message["reasoning_content"] = thought
-        if calls:
-            message["tool_calls"] = calls
+        message = {**_Deltas(reader, with_reasoning=self._request.include_reasoning).read(output), "refusal": None}
+        for call in message.get("tool_calls", ()):
+            del call["index"]
+            message["content"] = message["content"] or None
         choice = {
             "index": output.index,
             "message": message,
@@ -199,7 +190,7 @@ class _Answer:
 
 
 class _Deltas:
-    """One choice's parts as deltas: the first names the role, each call has an index."""
+    """One choice's parts as deltas: the first names the role, each call has an index. Of a whole answer, one delta."""
 
     def __init__(self, reader: ChoiceReader, *, with_reasoning: bool) -> None:
         self.reader = reader
@@ -233,37 +224,14 @@ class _Deltas:
         calls[-1]["function"]["arguments"] += text
 
 
-def _calls(parts: Sequence[Part]) -> list[dict[str, Any]]:
-    calls: list[dict[str, Any]] = []
-    for part in parts:
-        if isinstance(part, CallBegan):
-            calls.append({"id": new_call_id(), "type": "function", "function": {"name": part.name, "arguments": ""}})
-        elif isinstance(part, CallArguments):
-            calls[-1]["function"]["arguments"] += part.text
-    return calls
-
-
-def _tool_choice(given: str | dict[str, Any] | None) -> Choice | str | None:
-    """Returns the choice, or the name of the one tool. Raises InvalidRequest."""
-    if given is None:
-        return None
-    if isinstance(given, str):
-        if given not in _CHOICES:
-            raise InvalidRequest("tool_choice", f"takes {', '.join(_CHOICES)}, or a function's name as an object")
-        return _CHOICES[given]
-    function = given.get("function") if given.get("type", "function") == "function" else None
-    name = function.get("name") if isinstance(function, dict) else given.get("name")
-    if not isinstance(name, str):
-        raise InvalidRequest("tool_choice", 'as an object, is {"type": "function", "function": {"name": …}}')
-    return name
-
-
 def _refuse_unknown(request: ChatRequest) -> None:
     """Raises UnsupportedOption for what OpenAI or vLLM have and Tandem has not."""
     refused = {
+        "add_special_tokens": (bool(request.add_special_tokens), "the template writes all special tokens of a chat"),
         "chat_template": (request.chat_template is not None, "templates come from the server's --chat-template"),
         "continue_final_message": (request.continue_final_message, "the assistant always begins a turn"),
         "echo": (request.echo, "the prompt of a chat is not repeated"),
+        "verbosity": (request.verbosity not in (None, "medium"), "no template knows it"),
         "modalities": (request.modalities not in (None, ["text"]), "takes text"),
     }
     for name, (is_wanted, why) in refused.items():

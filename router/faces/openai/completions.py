@@ -7,17 +7,17 @@ import secrets
 import time
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from aiohttp import web
 
 from router.choice_stream import ChoiceOutput
-from router.faces.openai.desk import Desk, outputs, usage
+from router.faces.openai.desk import Desk, outputs, usage, usage_so_far
 from router.faces.openai.errors import openai_error
 from router.faces.openai.logprobs import LogprobsWriter
 from router.faces.openai.reading import read_body
-from router.faces.openai.sampling import SamplingFields, Uint32
+from router.faces.openai.sampling import SamplingFields, StreamOptions, Uint32
 from router.faces.openai.sse import EventStream, answer_whole
 from router.metrics import Summary
 from router.request import Caller, CompletionRequest, TextPrompt, TokensPrompt
@@ -54,8 +54,11 @@ class CompletionsRequest(SamplingFields, kw_only=True, forbid_unknown_fields=Tru
         special = self.add_special_tokens is not False
         return [TextPrompt(each, special) if isinstance(each, str) else TokensPrompt(each) for each in given]
 
-    def completions(self) -> list[CompletionRequest]:
-        """Returns what the entrance takes, by prompt. Raises InvalidRequest, UnsupportedOption."""
+    def completions(self, request_id: str) -> list[CompletionRequest]:
+        """Returns what the entrance takes, by prompt. Raises InvalidRequest, UnsupportedOption.
+
+        `request_id`: empty = one is drawn.
+        """
         if self.suffix:
             raise UnsupportedOption("suffix", "text is continued, not filled in")
         if self.best_of not in (None, self.num_choices):
@@ -68,7 +71,7 @@ class CompletionsRequest(SamplingFields, kw_only=True, forbid_unknown_fields=Tru
             if self.echo:
                 others["prompt_logprobs"] = self.logprobs if self.prompt_logprobs is None else self.prompt_logprobs
         prompts, sampling = self.prompts(), self.sampling(**others)
-        name = self.request_id or secrets.token_hex(16)
+        name = request_id or secrets.token_hex(16)
         names = [f"{name}-{index}" for index in range(len(prompts))] if len(prompts) > 1 else [name]
         salt = self.cache_salt or ""
         return [
@@ -81,7 +84,8 @@ async def complete(desk: Desk, call: Call) -> web.StreamResponse:
     """Answers a request for completions. Raises TandemError before anything is sent."""
     with desk.entrance.judging():
         request = read_body(await call.body(), CompletionsRequest)
-        wanted, caller = request.completions(), desk.caller(call)
+        wanted = request.completions(desk.request_id(call, request.request_id))
+        caller = desk.caller(call)
     answer = _Answer(desk, request, wanted, caller)
     return await (answer.stream(call) if request.stream else answer.whole(call))
 
@@ -100,8 +104,8 @@ class _Written:
     """What has been written of a choice."""
 
     num_characters: int = 0
+    """Characters of its tokens; its text may lag behind them."""
     begun: bool = False
-    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
 
 
 class _Answer:
@@ -148,34 +152,43 @@ class _Answer:
         for index, of_prompt in enumerate(found):
             echoed = await self._echoed(index, prompts[index])
             for output in of_prompt:
-                state = _Written(prompt_logprobs=list(of_prompt[0].prompt_logprobs))
-                choices.append(self._choice(_Output(index, prompts[index], output), state, echoed))
-        summaries = [each[-1].summary for each in found]
-        body = {**self._head, "choices": choices, "usage": usage([each for each in summaries if each is not None])}
+                each = _Output(index, prompts[index], output)
+                choices.append(self._choice(each, _Written(), of_prompt[0].prompt_logprobs, echoed))
+        summaries = [summary for each in found if (summary := each[-1].summary) is not None]
+        body = {
+            **self._head,
+            "choices": choices,
+            "usage": self._usage(summaries),
+        }
         return await answer_whole(call, self._id, body)
 
     async def stream(self, call: Call) -> web.StreamResponse:
         stream = EventStream(call, self._id)
         written: dict[int, _Written] = {}
+        prompt_logprobs: list[list[TokenLogprobs]] = [[] for _ in self._wanted]
         summaries: list[Summary] = []
-        options = self._request.stream_options
-        wants_usage = options is not None and options.include_usage
+        options = self._request.stream_options or StreamOptions()
+        num_prompt_tokens: dict[int, int] = {}
+        num_tokens = 0
         try:
             async with aclosing(self._outputs()) as found:
                 async for each in found:
                     output = each.output
                     state = written.setdefault(self._position(each), _Written())
-                    state.prompt_logprobs += output.prompt_logprobs
+                    prompt_logprobs[each.index] += output.prompt_logprobs
                     if output.token_ids or output.finish_reason is not None:
                         echoed = "" if state.begun else await self._echoed(each.index, each.prompt_token_ids)
-                        choices = [self._choice(each, state, echoed)]
-                        await stream.send(
-                            {**self._head, "choices": choices, **({"usage": None} if wants_usage else {})}
-                        )
+                        choices = [self._choice(each, state, prompt_logprobs[each.index], echoed)]
+                        num_prompt_tokens[each.index] = len(each.prompt_token_ids)
+                        num_tokens += len(output.token_ids)
+                        so_far: dict[str, Any] = {"usage": None} if options.include_usage else {}
+                        if options.continuous_usage_stats:
+                            so_far = {"usage": usage_so_far(sum(num_prompt_tokens.values()), num_tokens)}
+                        await stream.send({**self._head, "choices": choices, **so_far})
                     if output.summary is not None:
                         summaries.append(output.summary)
-            if wants_usage:
-                await stream.send({**self._head, "choices": [], "usage": usage(summaries)})
+            if options.include_usage:
+                await stream.send({**self._head, "choices": [], "usage": self._usage(summaries)})
         except TandemError as error:
             if not stream.begun:
                 raise
@@ -216,6 +229,10 @@ class _Answer:
         except Exception as error:  # noqa: BLE001  (raised again by the reader of the queue)
             await queue.put(error)
 
+    def _usage(self, summaries: Sequence[Summary]) -> dict[str, Any]:
+        spent = usage(summaries)
+        return {**spent, **usage_so_far(spent["prompt_tokens"], 0)} if self._prompt_only else spent
+
     def _position(self, each: _Output) -> int:
         return each.index * self._request.num_choices + each.output.index
 
@@ -228,7 +245,10 @@ class _Answer:
             return prompt.text
         return await self._desk.tokenization.decode(prompt_token_ids, skip_special_tokens=True)
 
-    def _choice(self, each: _Output, state: _Written, echoed: str) -> dict[str, Any]:
+    def _choice(
+        self, each: _Output, state: _Written, prompt_logprobs: Sequence[TokenLogprobs], echoed: str
+    ) -> dict[str, Any]:
+        """`prompt_logprobs`: whole, if they are asked for."""
         output, request = each.output, self._request
         text, token_ids, known = (
             echoed + output.text,
@@ -249,11 +269,11 @@ class _Answer:
             if not state.begun:
                 choice["prompt_token_ids"] = list(each.prompt_token_ids)
         if request.prompt_logprobs is not None and not state.begun:
-            choice["prompt_logprobs"] = self._writer.prompt(state.prompt_logprobs)
+            choice["prompt_logprobs"] = self._writer.prompt(prompt_logprobs)
         if request.logprobs is not None:
             if request.echo and not state.begun:
-                known, token_ids = [None, *state.prompt_logprobs, *known], [*each.prompt_token_ids, *token_ids]
+                known, token_ids = [None, *prompt_logprobs, *known], [*each.prompt_token_ids, *token_ids]
             choice["logprobs"] = self._writer.completion(token_ids, known, state.num_characters)
+            state.num_characters += self._writer.num_characters(token_ids)
         state.begun = True
-        state.num_characters += len(text)
         return choice

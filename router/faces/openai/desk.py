@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import AsyncIterator, Iterable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
@@ -13,7 +13,7 @@ from router.choice_stream import ChoiceOutput
 from router.entrance import Entrance, RunningRequest
 from router.faces.openai.tools import Choice, Tools
 from router.faces.parsers.formats import AnswerFormat
-from router.faces.parsers.parts import AnswerParser, CallBegan, Part, Text
+from router.faces.parsers.parts import AnswerParser, CallBegan, Part
 from router.metrics import Summary
 from router.request import Caller
 from router.status import RouterStatus
@@ -58,6 +58,10 @@ class Desk:
         if timeout_s is not None and not 0 < timeout_s < math.inf:
             raise InvalidRequest(TIMEOUT, "must be seconds above 0")
         return Caller(timeout_s, call.traceparent, call.tracestate, call.peer, call.identity.max_priority)
+
+    def request_id(self, call: Call, given: str | None = None) -> str:
+        """Returns the id that a caller gives a request, in its body or in a header; empty = none."""
+        return given if given else call.request.headers.get(REQUEST_ID, "")
 
     def needs_special_tokens(self, tools: Tools) -> bool:
         """Whether an answer must be read with the text of special tokens, which marks of calls and reasoning may be."""
@@ -112,19 +116,14 @@ async def outputs(running: RunningRequest) -> AsyncIterator[ChoiceOutput]:
             return
 
 
-def texts_of(parts: Iterable[Part], kind: type[Any] = Text) -> str:
-    """Returns the joined text of the parts of one kind."""
-    return "".join(part.text for part in parts if isinstance(part, kind))
-
-
 def usage(summaries: Sequence[Summary]) -> dict[str, Any]:
     """Returns OpenAI's usage of one or more requests."""
     prompt = sum(each.prompt_tokens for each in summaries)
     completion = sum(each.completion_tokens for each in summaries)
     cached = sum(each.cached_tokens for each in summaries)
-    return {
-        "prompt_tokens": prompt,
-        "completion_tokens": completion,
-        "total_tokens": prompt + completion,
-        "prompt_tokens_details": {"cached_tokens": cached},
-    }
+    return {**usage_so_far(prompt, completion), "prompt_tokens_details": {"cached_tokens": cached}}
+
+
+def usage_so_far(prompt: int, completion: int) -> dict[str, Any]:
+    """Returns OpenAI's usage of a request under way, by its tokens."""
+    return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}

@@ -69,10 +69,8 @@ def openai_error(error: TandemError) -> dict[str, Any]:
 def anthropic_error(error: TandemError) -> dict[str, Any]:
     """Returns an error in Anthropic's shape."""
     kind = "overloaded_error" if status_of(error) == 503 else _kind(error)
-    return {
-        "type": "error",
-        "error": {"type": "api_error" if kind == "server_error" else kind, "message": _named(error)[1]},
-    }
+    message = re.sub("^stop:", "stop_sequences:", _named(error)[1])
+    return {"type": "error", "error": {"type": "api_error" if kind == "server_error" else kind, "message": message}}
 
 
 def _kind(error: TandemError) -> str:

@@ -9,7 +9,6 @@ from aiohttp import web
 
 from router.faces.openai.conversation import FunctionTool, Message, chat_prompt
 from router.faces.openai.desk import Desk
-from router.faces.openai.errors import error_response
 from router.faces.openai.reading import read_body
 from router.faces.openai.sampling import Uint32
 from router.faces.openai.tools import Tools
@@ -91,10 +90,10 @@ async def version(desk: Desk, call: Call) -> web.StreamResponse:
 
 
 async def health(desk: Desk, call: Call) -> web.StreamResponse:
-    """Answers whether a request could be served now."""
+    """Answers that a request could be served now. Raises Unavailable."""
     obstacle = desk.status.obstacle()
     if obstacle is not None:
-        return error_response(call.request.path, Unavailable(obstacle))
+        raise Unavailable(obstacle)
     return _json({"status": "ok"})
 
 

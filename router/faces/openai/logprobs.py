@@ -32,7 +32,7 @@ class LogprobsWriter:
     ) -> dict[str, Any]:
         """Returns a choice's `logprobs` of a completion; None = a token that nothing precedes.
 
-        `start`: characters of the text before, for `text_offset`.
+        `start`: characters of the tokens before, for `text_offset`.
         """
         tokens = [self._text(each) for each in token_ids]
         lengths = (len(self._plain(each)) for each in token_ids)
@@ -42,6 +42,10 @@ class LogprobsWriter:
             "top_logprobs": [None if each is None else self._alternatives(each) for each in logprobs],
             "text_offset": list(itertools.accumulate(lengths, initial=start))[: len(tokens)],
         }
+
+    def num_characters(self, token_ids: Sequence[TokenId]) -> int:
+        """Returns how many characters the tokens are, each by itself, as `text_offset` counts them."""
+        return sum(len(self._plain(each)) for each in token_ids)
 
     def prompt(self, logprobs: Sequence[TokenLogprobs]) -> list[dict[str, Any] | None]:
         """Returns vLLM's `prompt_logprobs`: None for the first token, then by token id."""

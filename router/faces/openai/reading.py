@@ -10,8 +10,8 @@ import msgspec
 
 from tandem.errors import InvalidRequest
 
-_UNKNOWN = re.compile(r"^Object contains unknown field `(.*)`(?: - at `\$\.?(.*)`)?$", re.DOTALL)
-_MISSING = re.compile(r"^Object missing required field `(.*)`(?: - at `\$\.?(.*)`)?$")
+_UNKNOWN = re.compile(r"^Object contains unknown field `(.*?)`(?: - at `\$\.?(.*)`)?$", re.DOTALL)
+_MISSING = re.compile(r"^Object missing required field `(.*?)`(?: - at `\$\.?(.*)`)?$")
 _WRONG = re.compile(r"^(.*) - at `\$\.?(.*)`$", re.DOTALL)
 _MAX_NAME_CHARS = 64
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import secrets
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,15 +20,13 @@ from router.faces.openai.errors import openai_error
 from router.faces.openai.reading import read_body
 from router.faces.openai.sampling import JsonSchema, ResponseFormat, Uint32
 from router.faces.openai.sse import EventStream, answer_whole
-from router.faces.openai.tools import Choice, Tool, Tools, new_call_id
+from router.faces.openai.tools import Tool, Tools, new_call_id, tool_choice
 from router.faces.parsers.parts import CallArguments, CallBegan, Part, Reasoning, Text
 from router.request import CompletionRequest
 from router.sampling import SamplingRequest
 from shell.http.server import Call
-from tandem.errors import InvalidRequest, TandemError, UnsupportedOption
+from tandem.errors import TandemError, UnsupportedOption
 from tandem.types import FinishReason
-
-_CHOICES = {"none": Choice.NONE, "auto": Choice.AUTO, "required": Choice.REQUIRED}
 
 
 class Item(msgspec.Struct, kw_only=True):
@@ -127,22 +125,17 @@ class ResponsesRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True)
         given = self.tools or []
         if any(each.type != "function" for each in given):
             raise UnsupportedOption("tools", "takes functions: the model has no tools of its own")
-        choice: Choice | str | None = None
-        if isinstance(self.tool_choice, dict):
-            choice = str(self.tool_choice.get("name", ""))
-        elif self.tool_choice is not None:
-            if self.tool_choice not in _CHOICES:
-                raise InvalidRequest("tool_choice", f"takes {', '.join(_CHOICES)}, or a function's name as an object")
-            choice = _CHOICES[self.tool_choice]
         tools = [Tool(each.name, each.description, each.parameters) for each in given]
-        return Tools.of(tools, choice, parallel=self.parallel_tool_calls is not False)
+        return Tools.of(tools, tool_choice(self.tool_choice), parallel=self.parallel_tool_calls is not False)
 
-    def completion(self, desk: Desk, tools: Tools) -> CompletionRequest:
+    def completion(self, desk: Desk, tools: Tools, request_id: str) -> CompletionRequest:
         """Returns what the entrance takes. Raises InvalidRequest, UnsupportedOption."""
         lacking = ("store", "background", "previous_response_id", "conversation", "include", "prompt")
         for name in (*lacking, "max_tool_calls", "top_logprobs"):
             if getattr(self, name):
                 raise UnsupportedOption(name, "is not there: each response is computed from its own input alone")
+        if self.text is not None and self.text.verbosity not in (None, "medium"):
+            raise UnsupportedOption("text.verbosity", "no template knows it")
         if self.truncation not in (None, "disabled"):
             raise UnsupportedOption("truncation", "takes disabled: a prompt is never cut")
         effort = None if self.reasoning is None else self.reasoning.effort
@@ -156,6 +149,7 @@ class ResponsesRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True)
                 skip_special_tokens=False if desk.needs_special_tokens(tools) else None,
                 **self._constraint(tools),
             ),
+            request_id=request_id,
             model=self.model,
         )
 
@@ -193,7 +187,7 @@ async def respond(desk: Desk, call: Call) -> web.StreamResponse:
         request = read_body(await call.body(), ResponsesRequest)
         tools = request.resolved_tools()
         tools.check(desk.answers)
-        completion, caller = request.completion(desk, tools), desk.caller(call)
+        completion, caller = request.completion(desk, tools, desk.request_id(call)), desk.caller(call)
     async with desk.entrance.run(completion, caller) as running:
         (reader,) = await desk.choice_readers(running, 1, tools, keeps_end=False)
         response = _Response(desk.model, request, tools, running)
@@ -207,22 +201,17 @@ async def respond(desk: Desk, call: Call) -> web.StreamResponse:
         try:
             async for output in outputs(running):
                 if not stream.begun:
-                    await _send(stream, response.begin())
+                    await stream.send_typed(response.begin())
                 for part in reader.read(output):
-                    await _send(stream, response.take(part))
+                    await stream.send_typed(response.take(part))
                 if output.summary is not None:
                     await response.count_reasoning(desk)
-                    await _send(stream, response.end(output))
+                    await stream.send_typed(response.end(output))
         except TandemError as error:
             if not stream.begun:
                 raise
-            await _send(stream, response.failed(error))
+            await stream.send_typed(response.failed(error))
         return await stream.end()
-
-
-async def _send(stream: EventStream, events: Sequence[Mapping[str, Any]]) -> None:
-    for event in events:
-        await stream.send(event, event["type"])
 
 
 @dataclass(frozen=True, slots=True)
@@ -265,9 +254,9 @@ class _Response:
             "previous_response_id": None,
             "store": False,
             "temperature": request.temperature,
-            "text": msgspec.to_builtins(request.text) if request.text else {"format": {"type": "text"}},
+            "text": {"format": {"type": "text"}, **_given(request.text)},
             "tool_choice": request.tool_choice or "auto",
-            "tools": [msgspec.to_builtins(each) for each in request.tools or ()],
+            "tools": [_given(each) for each in request.tools or ()],
             "top_p": request.top_p,
             "truncation": "disabled",
             "usage": None,
@@ -288,14 +277,8 @@ class _Response:
             case Reasoning(text):
                 return self._add("reasoning", text)
             case CallBegan(name):
-                item = {
-                    "id": _new_id("fc"),
-                    "type": "function_call",
-                    "call_id": new_call_id(),
-                    "name": name,
-                    "arguments": "",
-                }
-                return [*self._close(), *self._open(item)]
+                item = {"id": _new_id("fc"), "type": "function_call", "call_id": new_call_id(), "name": name}
+                return [*self._close(), *self._open({**item, "arguments": ""})]
             case CallArguments(text):
                 self._items[-1]["arguments"] += text
                 return [self._delta("response.function_call_arguments.delta", text)]
@@ -309,18 +292,17 @@ class _Response:
 
     def closed(self, found: ChoiceOutput) -> dict[str, Any]:
         """Ends the response; returns it."""
-        self._close()
+        self._close(_status(found))
         assert found.summary is not None
+        self._body["status"] = _status(found)
         if found.finish_reason is FinishReason.LENGTH:
-            self._body |= {"status": "incomplete", "incomplete_details": {"reason": "max_output_tokens"}}
-        else:
-            self._body["status"] = "completed"
+            self._body["incomplete_details"] = {"reason": "max_output_tokens"}
         spent = usage([found.summary])
         self._body |= {
             "output": self._items,
             "usage": {
                 "input_tokens": spent["prompt_tokens"],
-                "input_tokens_details": spent["prompt_tokens_details"],
+                "input_tokens_details": {**spent["prompt_tokens_details"], "cache_write_tokens": 0},
                 "output_tokens": spent["completion_tokens"],
                 "output_tokens_details": {"reasoning_tokens": self._reasoning_tokens},
                 "total_tokens": spent["total_tokens"],
@@ -330,14 +312,17 @@ class _Response:
 
     def end(self, found: ChoiceOutput) -> list[dict[str, Any]]:
         """Ends the response; returns the last events."""
-        events, body = self._close(), self.closed(found)
+        events, body = self._close(_status(found)), self.closed(found)
         return [*events, self._event(f"response.{body['status']}", response=body)]
 
     def failed(self, error: TandemError) -> list[dict[str, Any]]:
         """Returns the events of a response that ends badly."""
         told = openai_error(error)["error"]
         self._body |= {"status": "failed", "error": {"code": told["code"], "message": told["message"]}}
-        return [*self._close(), self._event("response.failed", response={**self._body, "output": self._items})]
+        return [
+            *self._close("incomplete"),
+            self._event("response.failed", response={**self._body, "output": self._items}),
+        ]
 
     def _add(self, kind: str, text: str) -> list[dict[str, Any]]:
         """Adds text to the item of that kind, a new one if another kind is open."""
@@ -356,12 +341,12 @@ class _Response:
         self._items.append({**item, "status": "in_progress"})
         return [self._of_item("response.output_item.added")]
 
-    def _close(self) -> list[dict[str, Any]]:
+    def _close(self, status: str = "completed") -> list[dict[str, Any]]:
         """Ends the open item, if there is one; returns its events."""
         if not self._items or self._items[-1]["status"] != "in_progress":
             return []
         item = self._items[-1]
-        item["status"] = "completed"
+        item["status"] = status
         if item["type"] == "function_call":
             position = {"item_id": item["id"], "output_index": len(self._items) - 1}
             told = {"arguments": item["arguments"], "name": item["name"]}
@@ -388,6 +373,17 @@ class _Response:
         event = {"type": kind, "sequence_number": self._number, **fields}
         self._number += 1
         return event
+
+
+def _status(found: ChoiceOutput) -> str:
+    """Returns the status of a response, and of its last item, by its last output."""
+    return "incomplete" if found.finish_reason is FinishReason.LENGTH else "completed"
+
+
+def _given(fields: msgspec.Struct | None) -> dict[str, Any]:
+    """Returns the fields that are set, as JSON."""
+    plain: dict[str, Any] = msgspec.to_builtins(fields) if fields is not None else {}
+    return {name: value for name, value in plain.items() if value is not None}
 
 
 def _new_id(prefix: str) -> str:

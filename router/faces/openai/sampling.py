@@ -14,7 +14,6 @@ from tandem.types import EarlyStopping
 
 Uint32 = Annotated[int, msgspec.Meta(ge=0, lt=2**32)]
 TopK = Annotated[int, msgspec.Meta(ge=-1, lt=2**32)]
-_SEED_MASK = 2**64 - 1
 COMPACT = {"whitespace_flexible": False}
 """llguidance's own words for JSON without white space, in which a model cannot lose itself."""
 ANY_OBJECT = {"type": "object"}
@@ -61,6 +60,8 @@ class StructuredOutputs(msgspec.Struct, kw_only=True, forbid_unknown_fields=True
 
     def constraint(self) -> dict[str, Any]:
         """Returns the fields of SamplingRequest that it means; the entrance refuses two."""
+        if self.json_object and self.json is not None:
+            raise InvalidRequest("structured_outputs.json", "cannot be combined with json_object")
         schema: Any = ANY_OBJECT if self.json_object else self.json
         if isinstance(schema, str):
             try:
@@ -111,7 +112,7 @@ class SamplingFields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     include_stop_str_in_output: bool | None = None
     ignore_eos: bool | None = None
     skip_special_tokens: bool | None = None
-    spaces_between_special_tokens: bool = True
+    spaces_between_special_tokens: bool | None = None
     prompt_logprobs: Uint32 | None = None
     use_beam_search: bool = False
     length_penalty: float | None = None
@@ -145,11 +146,13 @@ class SamplingFields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
         """Returns the sampling, with `others` of SamplingRequest's fields. Raises InvalidRequest."""
         if self.store:
             raise UnsupportedOption("store", "answers are not kept")
+        if self.spaces_between_special_tokens is False:
+            raise UnsupportedOption("spaces_between_special_tokens", "tokens are decoded as the tokenizer says")
         given: dict[str, Any] = {
             **{name: getattr(self, name) for name in _ALIKE},
             "include_stop": self.include_stop_str_in_output,
             "n": self.num_choices,
-            "seed": None if self.seed is None else self.seed & _SEED_MASK,
+            "seed": seed_of(self.seed),
             "stop": (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ()),
             "stop_token_ids": tuple(self.stop_token_ids or ()),
             "logit_bias": _logit_bias(self.logit_bias or {}),
@@ -190,6 +193,11 @@ _ALIKE = (
     *("frequency_penalty", "ignore_eos", "prompt_logprobs", "skip_special_tokens"),
 )
 """Fields that the entrance has under the same names."""
+
+
+def seed_of(given: int | None) -> int | None:
+    """Returns a seed of any sign and size as the entrance takes it."""
+    return None if given is None else given & (2**64 - 1)
 
 
 def _logit_bias(given: Mapping[str, float]) -> dict[int, float]:

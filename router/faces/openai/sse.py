@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import msgspec
@@ -12,6 +12,7 @@ from router.faces.openai.desk import REQUEST_ID
 from shell.http.server import Call, write
 
 _HEADERS = {"Content-Type": "text/event-stream; charset=utf-8", "Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+_PIECE_BYTES = 64 * 1024
 _encode = msgspec.json.Encoder().encode
 
 
@@ -32,6 +33,11 @@ class EventStream:
         name = b"" if event is None else b"event: %b\n" % event.encode()
         await write(self._request, self._response, b"%bdata: %b\n\n" % (name, _encode(data)))
 
+    async def send_typed(self, events: Iterable[Mapping[str, Any]]) -> None:
+        """Sends events that are named by their `type`."""
+        for event in events:
+            await self.send(event, event["type"])
+
     async def end(self, *, done: bool = False) -> web.StreamResponse:
         """Ends the stream; `done` with OpenAI's word for it."""
         if done:
@@ -42,7 +48,10 @@ class EventStream:
 
 async def answer_whole(call: Call, request_id: str, body: Mapping[str, Any]) -> web.StreamResponse:
     """Answers with one document, and returns when it has left: until then the request is under way."""
-    headers = {REQUEST_ID: request_id}
-    response = web.Response(body=_encode(body), content_type="application/json", headers=headers)
+    document = _encode(body)
+    response = web.StreamResponse(headers={REQUEST_ID: request_id, "Content-Type": "application/json"})
+    response.content_length = len(document)
+    for start in range(0, len(document), _PIECE_BYTES):  # a slow reader is one that does not take the next piece
+        await write(call.request, response, document[start : start + _PIECE_BYTES])
     await write(call.request, response, None)
     return response

@@ -27,6 +27,9 @@ class Choice(Enum):
     REQUIRED = auto()
 
 
+_CHOICES = {"none": Choice.NONE, "auto": Choice.AUTO, "required": Choice.REQUIRED}
+
+
 @dataclass(frozen=True, slots=True)
 class Tool:
     """A function that the model may call."""
@@ -38,8 +41,8 @@ class Tool:
 
     @property
     def schema(self) -> Mapping[str, Any]:
-        """Returns the schema of its arguments."""
-        return ANY_OBJECT if self.parameters is None else self.parameters
+        """Returns the schema of its arguments, which are always an object."""
+        return {**(self.parameters or {}), **ANY_OBJECT}
 
     def to_json(self) -> str:
         """Returns the tool as templates take it."""
@@ -112,6 +115,21 @@ class Tools:
                 "auto needs a model whose chat template has a known form of calls; required, a named tool and none "
                 "work with every model",
             )
+
+
+def tool_choice(given: str | dict[str, Any] | None) -> Choice | str | None:
+    """Returns the choice of OpenAI's APIs, or the name of the one tool. Raises InvalidRequest."""
+    if given is None:
+        return None
+    if isinstance(given, str):
+        if given not in _CHOICES:
+            raise InvalidRequest("tool_choice", f"takes {', '.join(_CHOICES)}, or a function's name as an object")
+        return _CHOICES[given]
+    function = given.get("function") if given.get("type", "function") == "function" else None
+    name = function.get("name") if isinstance(function, dict) else given.get("name")
+    if not isinstance(name, str):
+        raise InvalidRequest("tool_choice", 'as an object, is {"type": "function", "function": {"name": …}}')
+    return name
 
 
 def new_call_id(prefix: str = "call_") -> str:

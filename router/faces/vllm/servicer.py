@@ -15,12 +15,14 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from datetime import UTC, datetime
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import grpc.aio
 
 from models.files.checkpoint import CheckpointInfo
+from models.files.gguf import read_gguf
+from models.files.gguf_tokenizer import gguf_settings
+from models.files.tokenizer_file import read_tokenizer
 from router.entrance import Entrance, RunningRequest
 from router.faces.refused_methods import partial_service
 from router.faces.vllm.answer import ABORTED, Answer
@@ -52,6 +54,7 @@ _PATTERNS = (
 )
 _EPOCH = (1980, 1, 1, 0, 0, 0)
 """The earliest time that a ZIP entry can have."""
+_PROBES = ("HealthCheck", "GetModelInfo", "GetServerInfo", "GetLoads")
 _REFUSED = {
     "Embed": "the model generates text and has no embeddings",
     "FlushCache": "workers drop cached prefixes when they need room; requests of a new cache salt find none",
@@ -183,14 +186,14 @@ class VllmServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
         """The tokenizer's files."""
         async with self._archiving:
             if not self._tokenizer:
-                self._tokenizer = await asyncio.to_thread(_archive, self._checkpoint.folder)
+                self._tokenizer = await asyncio.to_thread(_archive, self._checkpoint)
         for chunk in _chunks(self._tokenizer):
             await context.write(chunk)
 
     def _load(self, status: ClusterStatus) -> pb.SchedulerLoad:
         pools = [worker.load.pool for worker in status.workers if worker.info.role.decodes]
         total = sum(pool.total * pool.block_size for pool in pools)
-        used = sum((pool.total - pool.free - pool.cached) * pool.block_size for pool in pools)
+        used = sum(pool.num_used * pool.block_size for pool in pools)
         return pb.SchedulerLoad(
             num_running_reqs=status.active_requests,
             num_waiting_reqs=status.queued_requests,
@@ -229,17 +232,23 @@ async def _read(
     return [finals[index] for index in range(num_choices)]
 
 
-def _archive(checkpoint: Path) -> bytes:
+def _archive(checkpoint: CheckpointInfo) -> bytes:
     """Returns the tokenizer's files as a ZIP archive, for gateways that tokenize by themselves.
 
-    The archive is a function of the files: replicas of a router give the same bytes. Weights are never in it.
+    The archive is a function of the files: replicas of a router give the same bytes. Weights are never in it. In the
+    place of a GGUF file's own tokenizer stand the files that say the same.
     """
-    files = sorted({file for pattern in _PATTERNS for file in checkpoint.glob(pattern) if file.is_file()})
+    texts = checkpoint.texts
+    files = {file.name: file.read_bytes() for pattern in _PATTERNS for file in texts.glob(pattern) if file.is_file()}
+    if texts.is_file():
+        settings = {"tokenizer_config.json": gguf_settings(read_gguf(texts)), "config.json": dict(checkpoint.config)}
+        files = {name: json.dumps(each).encode() for name, each in settings.items()}
+        files["tokenizer.json"] = read_tokenizer(texts).to_str().encode()
     buffer = io.BytesIO()
     with zipfile.ZipFile(buffer, "w", zipfile.ZIP_DEFLATED) as archive:
-        for file in files:
-            entry = zipfile.ZipInfo(file.name, date_time=_EPOCH)
-            archive.writestr(entry, file.read_bytes(), compress_type=zipfile.ZIP_DEFLATED)
+        for name, content in sorted(files.items()):
+            entry = zipfile.ZipInfo(name, date_time=_EPOCH)
+            archive.writestr(entry, content, compress_type=zipfile.ZIP_DEFLATED)
     return buffer.getvalue()
 
 
@@ -256,5 +265,5 @@ def _chunks(data: bytes) -> Iterator[smg_common_pb2.GetTokenizerChunk]:
 def vllm_service(servicer: VllmServicer) -> Service:
     """With what of the protocol is refused by name."""
     return partial_service(
-        SERVICE_NAME, partial(vllm_engine_pb2_grpc.add_VllmEngineServicer_to_server, servicer), _REFUSED
+        SERVICE_NAME, partial(vllm_engine_pb2_grpc.add_VllmEngineServicer_to_server, servicer), _REFUSED, _PROBES
     )

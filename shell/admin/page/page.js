@@ -8,7 +8,6 @@ const POLL_MS = 1000;
 const HIDDEN_POLL_MS = 15000;
 const LONGEST_BACKOFF_MS = 15000;
 const TIMEOUT_MS = 5000;
-const HISTORY = 60; // samples in a sparkline
 const RATE_SPAN_S = 3; // live rates count over so long
 const GONE_S = 60; // how long a worker that went stays on the page
 const MAX_EVENTS = 12;
@@ -56,16 +55,12 @@ function setText(node, text) {
 
 // ---- what was seen before
 
-// Values of one figure over time; null where there was no answer.
-class Series {
-  constructor() {
-    this.values = [];
-  }
+// The process's own samples of each figure, oldest first, from before this page was opened; null where one lacks it.
+let past = { period_s: 10, most: 180, series: {} };
 
-  add(value) {
-    this.values.push(value);
-    if (this.values.length > HISTORY) this.values.shift();
-  }
+// What a line shows: the samples, and the figure now.
+function line(samples, now) {
+  return [...(samples ?? []), now];
 }
 
 // A counter that only grows, as a rate per second over the last few seconds.
@@ -86,26 +81,14 @@ class Meter {
 
 class Memory {
   constructor() {
-    this.series = new Map();
     this.meters = new Map();
     this.workers = new Map(); // worker id → {entry, lastSeen, gone}
     this.ready = null;
   }
 
-  line(name) {
-    if (!this.series.has(name)) this.series.set(name, new Series());
-    return this.series.get(name);
-  }
-
   meter(name) {
     if (!this.meters.has(name)) this.meters.set(name, new Meter());
     return this.meters.get(name);
-  }
-
-  forget(prefix) {
-    for (const kept of [this.series, this.meters]) {
-      for (const name of kept.keys()) if (name.startsWith(prefix)) kept.delete(name);
-    }
   }
 }
 
@@ -117,15 +100,15 @@ const memory = new Memory();
 function draw(svg, ...lines) {
   const width = 100;
   const height = 30;
-  const top = Math.max(...lines.flatMap((line) => line.values.map((value) => value ?? 0)), 1e-9);
-  const x = (index, count) => width * (1 - (count - 1 - index) / (HISTORY - 1));
+  const top = Math.max(...lines.flatMap((values) => values.map((value) => value ?? 0)), 1e-9);
+  const x = (index, count) => width * (1 - (count - 1 - index) / past.most);
   const y = (value) => height - (height - 2) * (value / top);
-  const paths = lines.map((line) =>
-    line.values
+  const paths = lines.map((values) =>
+    values
       .map((value, index, all) => (value === null ? "" : `${index && all[index - 1] !== null ? "L" : "M"}${x(index, all.length).toFixed(2)} ${y(value).toFixed(2)}`))
       .join(""),
   );
-  const first = lines[0].values;
+  const first = lines[0];
   const start = first.lastIndexOf(null) + 1; // what lies before a gap is a line only
   const unbroken = first.slice(start).map((value, index) => `L${x(start + index, first.length).toFixed(2)} ${y(value).toFixed(2)}`);
   const area = unbroken.length ? `M${x(start, first.length).toFixed(2)} ${height}${unbroken.join("")}L${width} ${height}Z` : "";
@@ -171,22 +154,34 @@ function showHeader(process, name, model, version, uptimeSeconds, ready, reason)
 
 // ---- requests and latencies
 
-function showFigure(id, series, value, text) {
+function showFigure(id, value, text) {
   setText($(id), text);
-  memory.line(series).add(value);
-  draw($(`${id}-spark`), memory.line(series));
+  draw($(`${id}-spark`), line(past.series[id], value));
 }
 
 function showRequests(cluster) {
   const { recent, uptime_s: now } = cluster;
   const requests = memory.meter("cluster/requests").rate(now, recent.total_requests);
   const tokens = memory.meter("cluster/tokens").rate(now, recent.total_tokens);
-  showFigure("active", "cluster/active", cluster.active_requests, whole.format(cluster.active_requests));
-  showFigure("queued", "cluster/queued", cluster.queued_requests, whole.format(cluster.queued_requests));
-  showFigure("request-rate", "cluster/request-rate", requests, rate(requests));
-  showFigure("token-rate", "cluster/token-rate", tokens, rate(tokens));
+  showFigure("active", cluster.active_requests, whole.format(cluster.active_requests));
+  showFigure("queued", cluster.queued_requests, whole.format(cluster.queued_requests));
+  showFigure("request-rate", requests, rate(requests));
+  showFigure("token-rate", tokens, rate(tokens));
+  showFailures(cluster);
+  const hits = recent.prompt_tokens ? recent.cached_tokens / recent.prompt_tokens : null;
+  setText($("hit-rate"), hits === null ? "–" : `${tenth.format(100 * hits)} %`);
+  setText($("hit-tokens"), recent.prompt_tokens ? `of ${plural(recent.prompt_tokens, "prompt token")}, last minute` : "");
   setText($("queued-tokens"), cluster.queued_requests ? plural(cluster.queued_tokens, "prompt token") : "");
   $("requests").hidden = false;
+}
+
+// Since the start, and when: the line rises where requests failed or were refused.
+function showFailures({ failures, refusals }) {
+  const total = [...failures, ...refusals].reduce((sum, each) => sum + each.count, 0);
+  const reasons = [...failures.map((each) => [each, "failed"]), ...refusals.map((each) => [each, "refused"])];
+  setText($("failed"), whole.format(total));
+  setText($("failed-reasons"), reasons.map(([each, what]) => `${each.count} ${what}: ${each.reason}`).join(", "));
+  draw($("failed-spark"), line(past.series.failed, total));
 }
 
 function latencyTile(name) {
@@ -201,16 +196,18 @@ function latencyTile(name) {
 }
 
 function showLatencies(recent) {
-  setText($("window"), `over the last ${whole.format(recent.window_s)} s · line: median, dashed: p99`);
+  setText($("window"), `over the last ${whole.format(recent.window_s)} s · line: median, dashed: p99, half an hour`);
   for (const each of recent.latencies) {
     if (!Object.hasOwn(LATENCIES, each.name)) continue; // of a newer router
     const tile = latencyTile(each.name);
     for (const quantile of ["p50", "p90", "p99"]) {
       setText(tile.querySelector(`.${quantile}`), each.count ? latency(each[`${quantile}_s`]) : "–");
-      memory.line(`latency/${each.name}/${quantile}`).add(each.count ? each[`${quantile}_s`] : null);
     }
     setText(tile.querySelector(".count"), `of ${whole.format(each.count)}`);
-    draw(tile.querySelector(".spark"), memory.line(`latency/${each.name}/p50`), memory.line(`latency/${each.name}/p99`));
+    const lines = ["p50", "p99"].map((quantile) =>
+      line(past.series[`${each.name}/${quantile}`], each.count ? each[`${quantile}_s`] : null),
+    );
+    draw(tile.querySelector(".spark"), ...lines);
   }
   $("latencies").hidden = false;
 }
@@ -241,7 +238,6 @@ function showWorker(worker) {
   const known = workerCard(info.worker_id);
   if (known.incarnation !== info.incarnation) {
     if (memory.settled) event(`${info.worker_id} ${known.incarnation === null ? "joined" : "started anew"}`);
-    memory.forget(`worker/${info.worker_id}/`);
   } else if (known.gone) {
     event(`${info.worker_id} is back`);
   }
@@ -257,7 +253,8 @@ function showWorker(worker) {
   setText(card.querySelector(".role"), info.role);
   pill(card.querySelector(".state"), ...stateOf(worker));
   const heartbeat = worker.heartbeat_age_s === null ? "" : ` · heard ${worker.heartbeat_age_s.toFixed(1)} s ago`;
-  setText(card.querySelector(".about"), `${info.device} · pid ${info.pid}${heartbeat}`);
+  const memoryText = load.device_total_bytes ? ` · ${bytes(load.device_used_bytes)} of ${bytes(load.device_total_bytes)} taken` : "";
+  setText(card.querySelector(".about"), `${info.device}${memoryText} · pid ${info.pid}${heartbeat}`);
   showPool(card, load.pool);
   showLoad(card, info.worker_id, load);
 }
@@ -281,7 +278,6 @@ function showPool(card, pool) {
 }
 
 function showLoad(card, id, load) {
-  const steps = memory.meter(`worker/${id}/steps`).rate(performance.now() / 1000, load.engine_steps);
   const figures = {
     running: load.running_seqs,
     waiting: load.waiting_seqs,
@@ -290,10 +286,9 @@ function showLoad(card, id, load) {
     preemptions: load.preemptions,
   };
   for (const [name, value] of Object.entries(figures)) setText(card.querySelector(`.${name}`), whole.format(value));
-  setText(card.querySelector(".steps"), rate(steps));
-  const line = memory.line(`worker/${id}/used`);
-  line.add(load.pool.total - load.pool.free - load.pool.cached);
-  draw(card.querySelector(".spark"), line);
+  setText(card.querySelector(".steps"), rate(load.steps_per_s));
+  const used = load.pool.total - load.pool.free - load.pool.cached;
+  draw(card.querySelector(".spark"), line(past.series[`used/${id}`] ?? past.series.used, used));
 }
 
 // Workers that are no longer told of stay for a while, marked.
@@ -308,7 +303,6 @@ function showGone(present) {
     if (now - known.seen < 1000 * GONE_S) continue;
     known.card.remove();
     memory.workers.delete(id);
-    memory.forget(`worker/${id}/`);
   }
 }
 
@@ -340,14 +334,26 @@ function show(status) {
     showRequests(cluster);
     showLatencies(cluster.recent);
     showWorkers(cluster.workers);
+    showPlacements(cluster.recent.last_placements);
+    showHandoffs(cluster.handoffs);
+    showSlow(cluster.slow_requests);
+    showChoices([["router", cluster.decisions], ...cluster.workers.map(({ info }) => [info.worker_id, info.decisions])]);
     return;
   }
   const { info, load } = status;
   showHeader(status.process, info.worker_id, info.model, status.version, status.uptime_s, status.ready, "");
   showWorkers([{ info, load, connected: true, heartbeat_age_s: null }]);
+  showChoices([[info.worker_id, info.decisions]]);
+}
+
+async function ask(path) {
+  const response = await fetch(path, { signal: AbortSignal.timeout(TIMEOUT_MS), cache: "no-store" });
+  if (!response.ok) throw new Error(`status ${response.status}`);
+  return response.json();
 }
 
 let failures = 0;
+let historyAt = -Infinity;
 let answeredAt = null;
 let timer = null;
 let asking = false;
@@ -357,9 +363,11 @@ async function poll() {
   asking = true;
   clearTimeout(timer);
   try {
-    const response = await fetch("/status.json", { signal: AbortSignal.timeout(TIMEOUT_MS), cache: "no-store" });
-    if (!response.ok) throw new Error(`status ${response.status}`);
-    show(await response.json());
+    if (performance.now() - historyAt >= 1000 * past.period_s) {
+      past = await ask("/history.json");
+      historyAt = performance.now();
+    }
+    show(await ask("/status.json"));
     failures = 0;
     answeredAt = performance.now();
   } catch {

@@ -87,7 +87,13 @@ def test_a_router_is_restarted_on_the_port_it_had() -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "second"), [("127.0.0.1:9000", "127.0.0.1:9001"), ("127.0.0.1:0", "127.0.0.1:0"), ("none", None)]
+    ("given", "second"),
+    [
+        ("127.0.0.1:9000", "127.0.0.1:9001"),
+        ("127.0.0.1:9090", "127.0.0.1:0"),
+        ("127.0.0.1:0", "127.0.0.1:0"),
+        ("none", None),
+    ],
 )
 def test_several_routers_share_the_port_and_have_an_address_and_an_admin_port_of_their_own(
     given: str, second: str | None

@@ -19,6 +19,7 @@ from cli.serve import STOP_MARGIN_S
 from shell.config import DecodeConfig, RouterConfig, ServeConfig
 from shell.rpc.process import StopSignal
 from simulator.loop import SimulatedClock, run_simulated
+from tandem.cluster_status import ClusterStatus
 from tandem.errors import DeadlineExceeded, Reason, TandemError, Unavailable
 
 GRACE_S = 20.0
@@ -141,6 +142,11 @@ class FakeClient:
             await asyncio.wait_for(self._machine.serves.wait(), timeout_s)
         except TimeoutError as error:
             raise DeadlineExceeded("not ready") from error
+
+    async def status(self) -> ClusterStatus:
+        if not self._child.lives:
+            raise Unavailable("Connection refused", Reason.PEER_LOST)
+        return ClusterStatus("demo", True, "", 0, 0, 0, ())
 
     async def serving(self, service: str, *, timeout_s: float) -> bool:
         if not self._child.lives:

@@ -15,6 +15,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from engine.kv_cache import KvCache
 from engine.loading import Engine, EngineRole, load_engine, resolve_device
+from engine.memory import pool_decision
 from engine.sequence import Sequence
 from engine.step import Step
 from kernels.cpu.library import max_threads
@@ -24,6 +25,7 @@ from tandem.kv_layout import DType, QuantDType
 from tandem.option_values import SizedFolder
 
 NUM_NEW_TOKENS = 12
+CPU = torch.device("cpu")
 MIB = 1 << 20
 
 
@@ -160,6 +162,25 @@ async def test_an_engine_says_what_it_is_and_steps_on_its_thread(options, make_s
     finally:
         engine.close()
         engine.close()
+
+
+def test_what_was_chosen_is_told_with_its_reason_and_its_option(options: WorkerConfig) -> None:
+    engine = load_engine(replace(options, kv_blocks=8, max_seqs=0))
+    engine.close()
+    told = {each.name: each for each in engine.decisions}
+    assert (told["KV pool"].value[:8], told["KV pool"].why) == ("8 blocks", "--kv-blocks says so")
+    assert (told["sequences in a batch"].value, told["sequences in a batch"].force) == ("64", "--max-seqs")
+    assert told["chunks of prompts"].why == "by device: cpu"
+    assert told["kernels"].value == engine.backend_name
+
+
+def test_a_pool_that_holds_a_whole_batch_says_so_and_one_that_does_not_names_the_share(options: WorkerConfig) -> None:
+    engine = load_engine(options)
+    engine.close()
+    pool = next(each for each in engine.decisions if each.name == "KV pool")
+    assert pool.why == "all sequences of a batch fit at their longest: 512 tokens"
+    assert "machine's free memory" in pool_decision(options, engine.layout, CPU, 7, 512).why
+    assert "90% of the GPU's" in pool_decision(options, engine.layout, torch.device("cuda", 0), 7, 512).why
 
 
 def test_a_small_pool_bounds_the_longest_sequence(options: WorkerConfig) -> None:

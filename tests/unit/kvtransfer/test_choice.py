@@ -25,11 +25,13 @@ async def test_the_choice_and_what_spoke_against_better_ones_is_logged_once(capl
     async with paired("auto") as pair:
         for block in (1, 2):
             handoff = await pair.open(rerouted(pair.offer(Recorder(), (block,)), "shm", **changed))
-            assert (await push_and_commit(handoff, (0,))).transport == transport
+            report = await push_and_commit(handoff, (0,))
+            assert report.transport == transport
     (record,) = caplog.records
     assert (record.getMessage(), record.fields["transport"]) == ("kv transport chosen", transport)
     passed_over = record.fields["passed_over"]
     assert passed_over.startswith(reason) if reason else not passed_over
+    assert report.passed_over == passed_over
     assert "cuda_ipc" not in passed_over, "neither side has it for a pool in host memory"
 
 

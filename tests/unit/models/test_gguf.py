@@ -93,8 +93,17 @@ def test_the_file_stands_for_a_config_that_the_router_reads_too(written, checkpo
         name: getattr(plain, name) for name in ("num_heads", "head_dim", "vocab_size", "rope", "tied")
     }
     info = read_checkpoint(str(file))
-    assert (info.family, info.vocab_size, info.path, info.folder) == ("llama", plain.vocab_size, file, file.parent)
+    assert (info.family, info.vocab_size, info.path, info.texts) == ("llama", plain.vocab_size, file, file.parent)
     assert read_checkpoint(str(file.parent)).config_fingerprint == info.config_fingerprint
+
+
+def test_without_a_tokenizer_beside_it_the_file_is_asked_and_fingerprinted(written):
+    file, _ = written(LLAMA, Q8_0)
+    (file.parent / "tokenizer.json").unlink()
+    alone = read_checkpoint(str(file))
+    assert alone.texts == file
+    file.write_bytes(file.read_bytes().replace(b"tokenizer.ggml.tokens", b"tokenizer.ggml.Tokens"))
+    assert read_checkpoint(str(file)).config_fingerprint != alone.config_fingerprint
 
 
 def test_a_text_ends_with_each_token_that_ends_one_or_a_turn(written):
@@ -138,7 +147,7 @@ def test_scaling_of_llama_3_is_known_by_its_frequencies(checkpoint, tmp_path):
         ({"general.architecture": "falcon"}, r"general\.architecture: 'falcon' is not supported"),
         ({"llama.rope.scaling.type": "yarn"}, r"llama\.rope\.scaling\.type: 'yarn' is not read"),
         ({"llama.attention.head_count": "four"}, r"llama\.attention\.head_count: is 'four'"),
-        ({"llama.attention.head_count_kv": [1.0]}, r"llama\.attention\.head_count_kv: is None, not a number"),
+        ({"llama.attention.head_count_kv": [1.0]}, r"llama\.attention\.head_count_kv: is \[1\.0\], not a number"),
         ({"llama.rope.dimension_count": 32}, r"llama\.rope\.dimension_count"),
         ({"llama.attention.sliding_window": 64}, "sliding_window: llama has none"),
     ],

@@ -146,7 +146,7 @@ def test_a_constraint_that_only_tokens_which_the_model_lacks_could_write_is_refu
 
 
 def test_a_tokenizer_that_was_replaced_before_its_first_use_makes_no_mask(tmp_path: Path) -> None:
-    folder = shutil.copytree(DEMO.folder, tmp_path / "model")
+    folder = shutil.copytree(DEMO.texts, tmp_path / "model")
     compiler = GrammarCompiler.of(read_checkpoint(str(folder)))
     shutil.copy(folder / "tokenizer.json", tmp_path / "other")
     (tmp_path / "other").replace(folder / "tokenizer.json")

@@ -121,6 +121,8 @@ def test_an_answer_that_ends_early_has_the_first_of_its_parts(recording: Recordi
         ("mistral", "[TOOL_CALLS]f", [Text("[TOOL_CALLS]f")]),
         ("mistral", '[TOOL_CALLS]f[ARGS]{"a', [CallBegan("f"), CallArguments('{"a')]),
         ("llama3", '{"name": "f", "parameters": {"a": 1', [CallBegan("f"), CallArguments('{"a": 1')]),
+        ("llama3", '{"name": "Bob"}', [Text('{"name": "Bob"}')]),
+        ("gpt_oss", "<|channel|>commentary to=functions.f<|message|>{}\n<|call|>", call("f", "{}")),
         ("gpt_oss", "<|channel|>odd<|message|>Hi<|end|>", [Text("<|channel|>odd<|message|>Hi")]),
         ("gpt_oss", "<|channel|>analysis", [Text("<|channel|>analysis")]),
         ("forced", '[{"name":"f","parameters":{"a":1', [CallBegan("f"), CallArguments('{"a":1')]),
@@ -191,8 +193,9 @@ def test_a_call_that_is_too_long_to_be_held_goes_out_as_text(monkeypatch: pytest
     short = text.replace("v" * 40, "v" * 5)
     for pieces in ([text], list(text)):
         assert parse(parser_of("glm45"), pieces) == [Text(text)]
-    assert parse(parser_of("glm45"), [short])[0] == Text(short)
-    monkeypatch.setattr(source, "MAX_HELD_CHARS", 100)
+    monkeypatch.setattr(source, "MAX_HELD_CHARS", len(short) - 1)
+    assert parse(parser_of("glm45"), [short]) == [Text(short)]
+    monkeypatch.setattr(source, "MAX_HELD_CHARS", len(short))
     assert parse(parser_of("glm45"), [short]) == call("f", '{"a": "vvvvv"}')
 
 

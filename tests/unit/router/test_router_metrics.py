@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as openmetrics_families
-from prometheus_client.parser import text_string_to_metric_families
 
 from router.metrics import RouterMetrics, Summary, Timeline
 from shell.telemetry.events import (
@@ -27,15 +26,18 @@ from shell.telemetry.recent_latencies import RecentLatencies
 from tandem.errors import DeadlineExceeded, Overloaded, Reason, Unavailable, rebuild_error
 from tandem.types import (
     FinishReason,
+    KvRoute,
     PlacementReason,
     PrefixAt,
     RequestId,
     Role,
     SamplingParams,
+    WorkerId,
     WorkerInfo,
 )
 from tests.manual_clock import ManualClock
 from tests.registering import INFO
+from tests.scraped import counted, total
 
 NOT_OF_SEQUENCES = {Reason.TLS_FAILED, Reason.WORKER_ID_TAKEN, Reason.PREFIX_NOT_HELD, Reason.MODEL_CHANGED}
 """Of which no worker says a word about a sequence, or for which no worker is at fault."""
@@ -57,9 +59,12 @@ class Scene:
         self.metrics = Metrics(Process.ROUTER, "demo")
         self.counts = RouterMetrics(self.metrics, self.recent, self.clock)
 
-    def request(self, *, num_prompt_tokens: int = 10, traceparent: str = "00-a-b-01") -> Timeline:
+    def request(
+        self, *, num_prompt_tokens: int = 10, traceparent: str = "00-a-b-01", is_chat: bool = False
+    ) -> Timeline:
         timeline = Timeline(self.counts)
-        timeline.begin(RequestBegan(RequestId("r"), num_prompt_tokens, SamplingParams(8), 0, traceparent))
+        began = RequestBegan(RequestId("r"), num_prompt_tokens, SamplingParams(8), 0, traceparent, is_chat=is_chat)
+        timeline.begin(began)
         return timeline
 
     def traces(self, name: str) -> set[str]:
@@ -71,13 +76,11 @@ class Scene:
 
     def value(self, name: str, **labels: Any) -> float:
         """The one sample of this name and these labels."""
-        (value,) = [
-            sample.value
-            for family in text_string_to_metric_families(self.metrics.exposition()[0].decode())
-            for sample in family.samples
-            if sample.name == name and labels.items() <= sample.labels.items()
-        ]
-        return value
+        return counted(self.metrics.exposition()[0].decode(), name, **labels)
+
+    def total(self, name: str) -> float:
+        """The sum of the samples of this name."""
+        return total(self.metrics.exposition()[0].decode(), name)
 
 
 @pytest.fixture
@@ -132,11 +135,14 @@ def test_a_finished_request_tells_its_times_and_sizes(scene: Scene) -> None:
         "tandem_request_prefill_seconds": 0.2,
         "tandem_request_transfer_seconds": 0.05,
         "tandem_request_decode_seconds": 0.7,
+        "tandem_request_time_per_output_token_seconds": 0.35,
+        "vllm:request_time_per_output_token_seconds": 0.35,
+        "gen_ai_server_request_duration_seconds": 0.8,
         "tandem_request_seconds": 0.8,
         "tandem_request_prompt_tokens": 12,
         "tandem_request_completion_tokens": 3,
     }
-    assert {name: scene.value(f"{name}_sum") for name in sums} == pytest.approx(sums)
+    assert {name: scene.total(f"{name}_sum") for name in sums} == pytest.approx(sums)
     assert scene.value("tandem_prompt_tokens_total") == 12
     assert scene.value("tandem_cached_prompt_tokens_total") == 8
     assert scene.recent.activity().latencies[2].count == 1
@@ -178,6 +184,38 @@ def test_who_breaks_off_after_a_token_has_not_waited_in_vain(scene: Scene) -> No
     assert scene.value("tandem_request_without_token_seconds_count") == 0
 
 
+def test_a_request_of_one_token_has_no_time_per_token(scene: Scene) -> None:
+    request = scene.request()
+    request.hear(TokensArrived(1))
+    request.hear(RequestEnded(1, (FinishReason.LENGTH,)))
+    assert scene.value("tandem_request_time_per_output_token_seconds_count") == 0
+
+
+@pytest.mark.parametrize(
+    ("end", "error_type"),
+    [
+        (RequestEnded(1, (FinishReason.STOP,)), ""),
+        (RequestEnded(1), "cancelled"),
+        (RequestEnded(1, error=DeadlineExceeded("late")), "DEADLINE_EXCEEDED"),
+    ],
+)
+def test_opentelemetrys_metrics_tell_operation_and_error(scene: Scene, end: RequestEnded, error_type: str) -> None:
+    request = scene.request(is_chat=True)
+    scene.clock.advance_s(0.5)
+    request.hear(TokensArrived(1))
+    request.hear(end)
+    of_chat = {
+        "gen_ai_operation_name": "chat",
+        "gen_ai_provider_name": "tandem",
+        "gen_ai_request_model": "demo",
+        "gen_ai_response_model": "demo",
+    }
+    duration, first = "gen_ai_server_request_duration_seconds", "gen_ai_server_time_to_first_token_seconds"
+    assert scene.value(f"{duration}_sum", **of_chat, error_type=error_type) == 0.5
+    assert scene.value(f"{first}_sum", **of_chat) == 0.5
+    assert scene.value(f"{first}_count", gen_ai_operation_name="text_completion") == 0
+
+
 @pytest.mark.parametrize("reason", MOVING)
 def test_every_reason_that_moves_a_request_stands_at_zero_before_it_does(scene: Scene, reason: Reason) -> None:
     assert scene.value("tandem_request_failures_total", reason=reason) == 0
@@ -213,6 +251,28 @@ def test_a_replay_counts_as_a_move_and_its_prompt_only_once(scene: Scene) -> Non
     assert scene.value("tandem_request_queue_seconds_count") == 1
 
 
+def test_the_last_requests_say_where_they_ran_and_what_was_handed_over(scene: Scene) -> None:
+    prefill, decode = replace(worker(Role.PREFILL), worker_id=WorkerId("p")), worker(Role.DECODE)
+    request = scene.request(traceparent=f"00-{'a' * 32}-b-01")
+    scene.clock.advance_s(2)
+    request.hear(Admitted())
+    request.hear(Placed(prefill, decode, PlacementReason.REMOTE_STATIC, PrefixAt.NOWHERE))
+    request.hear(PromptComputed(0.1, 0.1, 8))
+    request.hear(KvArrived(1024, 0.05, KvRoute("shm", "cuda_ipc: no GPU")))
+    request.hear(TokensArrived(1))
+    request.hear(Placed(decode, prefill, PlacementReason.MOVED, PrefixAt.NOWHERE))
+    request.hear(RequestEnded(1, (FinishReason.STOP,)))
+    scene.request().hear(RequestEnded(0, error=Overloaded("full")))
+    slow, refused = scene.counts.last.slowest()
+    assert (slow.trace_id, slow.outcome, slow.total_s, slow.first_token_s) == ("a" * 32, "stop", 2.0, 2.0)
+    assert (slow.prefill, slow.decode, refused.outcome, refused.decode) == ("p", "p", "failed", "")
+    (pair,) = scene.counts.last.handoffs()
+    assert (pair.source, pair.target, pair.num_bytes, pair.transport) == ("p", decode.worker_id, 1024, "shm")
+    assert [each.reason for each in scene.counts.last.placements()] == ["remote_static", "not_placed"]
+    activity = scene.recent.activity()
+    assert (activity.prompt_tokens, activity.cached_tokens) == (10, 8)
+
+
 def test_gaps_are_those_within_a_choice(scene: Scene) -> None:
     request = scene.request()
     for index in range(2):
@@ -224,6 +284,7 @@ def test_gaps_are_those_within_a_choice(scene: Scene) -> None:
     assert scene.value("tandem_time_to_first_token_seconds_count") == 1
     assert scene.value("tandem_inter_token_seconds_count") == 3
     assert scene.value("tandem_inter_token_seconds_sum") == pytest.approx(0.08)
+    assert scene.value("tandem_request_time_per_output_token_seconds_sum") == pytest.approx(0.08 / 3)
     assert scene.value("tandem_completion_tokens_total") == 4
     assert scene.value("tandem_requests_total", outcome="length") == 1
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gzip
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack
@@ -147,6 +148,43 @@ async def test_bodies_that_are_too_large_together_are_refused(
         assert (await answer.json())["reason"] == "QUEUE_FULL"
     release.set()
     assert (await first).status == 200
+
+
+async def test_a_body_that_is_announced_and_not_sent_takes_no_room(
+    start: Start, http: aiohttp.ClientSession, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shell_server, "_MAX_BODY_BYTES_HELD", 1500)
+    url = await start(echo)
+    host, port = url.removeprefix("http://").split(":")
+    head = b"POST /it HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+    with socket.create_connection((host, int(port))) as slow, socket.create_connection((host, int(port))) as chunked:
+        slow.sendall(head + b"Content-Length: 900\r\n\r\n")
+        chunked.sendall(head + b"Transfer-Encoding: chunked\r\n\r\n")
+        async with http.post(f"{url}/it", data=b" " * 900, headers={"Content-Type": "application/json"}) as answer:
+            assert answer.status == 200
+
+
+@pytest.mark.parametrize("body", [b"no gzip", gzip.compress(b" " * 100_000)], ids=["broken", "bomb"])
+async def test_a_compressed_body_is_refused(start: Start, http: aiohttp.ClientSession, body: bytes) -> None:
+    url = await start(echo)
+    headers = {"Content-Type": "application/json", "Content-Encoding": "gzip"}
+    async with http.post(f"{url}/it", data=body, headers=headers) as answer:
+        assert "Content-Encoding" in (await answer.json())["message"]
+
+
+@pytest.mark.parametrize("error", [ValueError("a bug"), Overloaded("full")], ids=["bug", "refusal"])
+async def test_an_answer_that_has_begun_is_cut_by_an_error(
+    start: Start, http: aiohttp.ClientSession, metrics: Metrics, error: Exception
+) -> None:
+    async def begin(call: Call) -> web.StreamResponse:
+        await write(call.request, web.StreamResponse(), b"begun")
+        raise error
+
+    url = await start(begin)
+    async with http.get(f"{url}/it") as answer:
+        with pytest.raises(aiohttp.ClientPayloadError):
+            await answer.read()
+    assert b'code="cancelled"' not in metrics.exposition()[0]
 
 
 async def test_a_caller_that_leaves_cancels_the_handler(

@@ -4,13 +4,24 @@ from __future__ import annotations
 
 from google.protobuf.json_format import MessageToDict
 
-from tandem.cluster_status import ClusterStatus, LatencySummary, PlacementCount, RecentActivity, WorkerStatus
+from tandem.cluster_status import (
+    ClusterStatus,
+    HandoffPair,
+    LatencySummary,
+    PlacementCount,
+    ReasonCount,
+    RecentActivity,
+    SlowRequest,
+    WorkerStatus,
+)
 from tandem.convert import status_from_proto, status_to_proto
+from tandem.decision import Decision
 from tandem.types import Incarnation, PoolCounts, Role, WorkerId, WorkerInfo, WorkerLoad
 from tandem.v1 import cluster_pb2
 
 INFO = WorkerInfo(
-    WorkerId("w"), Incarnation("i"), Role.DECODE, "h:1", "m", "c", "f", "l", ("shm",), None, 256, 7, "cpu", "h:2"
+    *(WorkerId("w"), Incarnation("i"), Role.DECODE, "h:1", "m", "c", "f", "l", ("shm",), None, 256, 7, "cpu", "h:2"),
+    decisions=(Decision("kernels", "cpu", "no GPU", "--attention-backend"),),
 )
 STATUS = ClusterStatus(
     model="m",
@@ -31,6 +42,10 @@ STATUS = ClusterStatus(
                 step_objective_s=0.05,
                 running_for_others=1,
                 waiting_for_others=2,
+                steps_per_s=40.5,
+                chunk_tokens=512,
+                device_used_bytes=1,
+                device_total_bytes=2,
             ),
             0.25,
             connected=True,
@@ -46,8 +61,16 @@ STATUS = ClusterStatus(
         (LatencySummary("inter_token", 9, 0.1, 0.2, 0.3),),
         100,
         2000,
-        (PlacementCount("local_short", 4),),
+        (PlacementCount("local_short", 4, "short"),),
+        300,
+        200,
+        (PlacementCount("remote_static", 3, "split"), PlacementCount("local_held", 1, "held")),
     ),
+    decisions=(Decision("requests", "256", "by seats", "--max-active-requests"),),
+    handoffs=(HandoffPair("p", "d", 2, 4096, 0.5, "tcp", "shm: elsewhere"),),
+    failures=(ReasonCount("WORKER_LOST", 1),),
+    refusals=(ReasonCount("QUEUE_FULL", 2),),
+    slow_requests=(SlowRequest("r", "a" * 32, "stop", 5.0, 9.0, 0.5, 12, 34, "p", "d"),),
 )
 
 

@@ -36,6 +36,7 @@ def content() -> AdminContent:
     return AdminContent(
         health=HealthServicer([]),
         report=lambda: RouterReport(cluster=CLUSTER),
+        history=lambda: {"series": {"active": [1]}},
         metrics=lambda _: (b"up 1\n", "text/plain; version=0.0.4"),
         targets=lambda: TARGETS,
     )
@@ -101,14 +102,14 @@ def test_targets_are_what_prometheus_expects_without_those_that_have_no_port(get
     ]
 
 
-@pytest.mark.parametrize("path", ["/", "/style.css", "/page.js", "/icon.svg"])
+@pytest.mark.parametrize("path", ["/", "/style.css", "/page.js", "/tables.js", "/icon.svg"])
 def test_the_page_and_all_that_it_names_are_here(get: Get, path: str) -> None:
     assert get(path).status == 200
     assert get(path).body
 
 
 def test_the_page_names_nothing_from_elsewhere(get: Get) -> None:
-    for path in ("/", "/style.css", "/page.js", "/icon.svg"):
+    for path in ("/", "/style.css", "/page.js", "/tables.js", "/icon.svg"):
         text = body_of(get(path)).decode().replace("http://www.w3.org/2000/svg", "")  # a name, nothing is fetched
         assert "http:" not in text
         assert "https:" not in text

@@ -25,6 +25,7 @@ from tests.recorded_spans import RecordedSpans
 
 TRACEPARENT = f"00-{'a' * 32}-{'b' * 16}-01"
 GENERATE, GET_MODEL = "tandem.v1.InferenceService/Generate", "tandem.v1.InferenceService/GetModel"
+PROBE = "tandem.v1.InferenceService/Detokenize"
 WAIT_S = 20.0
 
 
@@ -40,6 +41,9 @@ class Servicer(inference_pb2_grpc.InferenceServiceServicer):
         if self.error is not None:
             raise self.error
         return inference_pb2.GetModelResponse(model="demo")
+
+    async def Detokenize(self, request: Any, context: Any) -> inference_pb2.DetokenizeResponse:
+        return inference_pb2.DetokenizeResponse()
 
     async def Generate(self, request: Any, context: Any) -> None:
         await context.write(inference_pb2.GenerateResponse(text="a"))
@@ -74,6 +78,7 @@ async def bench(recorded: RecordedSpans) -> AsyncIterator[Bench]:
         Service(
             "tandem.v1.InferenceService",
             lambda server: inference_pb2_grpc.add_InferenceServiceServicer_to_server(servicer, server),
+            probes=("Detokenize",),
         ),
         Service(
             "tandem.v1.RegistryService",
@@ -163,6 +168,14 @@ async def test_probes_streams_between_processes_and_unknown_methods_have_no_span
     await bench.stub.GetModel(inference_pb2.GetModelRequest())
     await bench.ended(GET_MODEL)
     assert bench.recorded.names == [GET_MODEL]
+
+
+async def test_a_probe_begins_no_trace_and_has_a_span_in_one_that_its_caller_began(bench: Bench) -> None:
+    await bench.stub.Detokenize(inference_pb2.DetokenizeRequest())
+    await bench.stub.Detokenize(inference_pb2.DetokenizeRequest(), metadata=(("traceparent", TRACEPARENT),))
+    await bench.ended(PROBE)
+    assert bench.recorded.names == [PROBE]
+    assert bench.recorded.one(PROBE).parent is not None
 
 
 async def test_calls_of_one_connection_do_not_mix_their_spans(bench: Bench) -> None:

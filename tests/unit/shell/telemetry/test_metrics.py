@@ -6,8 +6,8 @@ import pytest
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as openmetrics_families
 from prometheus_client.parser import text_string_to_metric_families
 
+from shell.telemetry import gen_ai_names, vllm_names
 from shell.telemetry import metric_names as names
-from shell.telemetry import vllm_names
 from shell.telemetry.metric import Kind, Process
 from shell.telemetry.metrics import Metrics, Reading
 from tandem import __version__
@@ -98,6 +98,14 @@ def test_names_are_unique_and_declarations_agree_with_themselves() -> None:
         assert list(metric.buckets) == sorted(set(metric.buckets)), metric.name
         assert all(len(values) == len(metric.labels) for values in metric.presets), metric.name
         assert metric.text.endswith("."), metric.name
+
+
+def test_names_of_opentelemetry_are_in_the_form_of_prometheus() -> None:
+    metrics = Metrics(Process.ROUTER, "demo")
+    metrics.histogram(gen_ai_names.TIME_PER_OUTPUT_TOKEN, "chat").observe(0.02)
+    labels = {"provider_name": "tandem", "operation_name": "chat", "request_model": "demo", "response_model": "demo"}
+    key = tuple(sorted((f"gen_ai_{name}", value) for name, value in labels.items()))
+    assert samples(metrics)["gen_ai_server_time_per_output_token_seconds_count", key] == 1
 
 
 def test_an_alias_stands_for_one_metric_per_process_and_shows_it_as_its_kind() -> None:

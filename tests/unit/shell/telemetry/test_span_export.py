@@ -17,9 +17,9 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTrace
 from opentelemetry.sdk.trace import ReadableSpan
 from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
 
-from shell.telemetry import span_export
+from shell.telemetry import sdk_export, span_export
+from shell.telemetry.otlp import Signal, otlp_export, tracing
 from shell.telemetry.span_export import ReportingExporter
-from shell.telemetry.tracing import trace_export, tracing
 from tests.collector import Collector
 
 CLOSE_S = 2.5
@@ -29,9 +29,9 @@ CLOSE_S = 2.5
 @pytest.fixture(autouse=True)
 def filters_are_put_back(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of the SDK's loggers, whose own filter drops what they said a moment ago, as for another test."""
-    for name in (*span_export._NOISY_LOGGERS, span_export._HEADERS_LOGGER):
+    for name in (*sdk_export.NOISY_LOGGERS, sdk_export.HEADERS_LOGGER):
         monkeypatch.setattr(logging.getLogger(name), "filters", [])
-    monkeypatch.setattr(span_export._SDK_LOG, "last", "")
+    monkeypatch.setattr(sdk_export.SDK_LOG, "last", "")
 
 
 class ScriptedExporter(SpanExporter):
@@ -210,9 +210,9 @@ def test_the_log_says_once_why_a_collector_refuses(
 
 
 def test_no_password_of_an_address_is_kept() -> None:
-    said = {"name": span_export._EXPORTER_LOGGERS[0], "msg": "failed: %s", "args": ("me:secret@collector:4317",)}
-    assert not span_export._SDK_LOG.filter(logging.makeLogRecord(said))
-    assert span_export._SDK_LOG.last == "failed: collector:4317"
+    said = {"name": sdk_export._EXPORTER_LOGGERS[0], "msg": "failed: %s", "args": ("me:secret@collector:4317",)}
+    assert not sdk_export.SDK_LOG.filter(logging.makeLogRecord(said))
+    assert sdk_export.SDK_LOG.last == "failed: collector:4317"
 
 
 @pytest.mark.parametrize(
@@ -337,7 +337,7 @@ ENDPOINT = {"OTEL_EXPORTER_OTLP_ENDPOINT": "http://collector:4317"}
     ],
 )
 def test_the_standard_variables_decide_whether_to_export(environ: dict[str, str], possible: bool) -> None:
-    wanted = trace_export(environ)
+    wanted = otlp_export(environ, Signal.TRACES)
     assert (wanted is not None and wanted.obstacle is None) is possible
     if wanted is not None and wanted.obstacle is not None:
         assert list(environ.values())[-1] in wanted.obstacle

@@ -24,7 +24,7 @@ TOKENS = tuple(map(TokenId, range(8)))
 
 def telling(cache: PrefixCache, **options: Any) -> Any:
     nothing: Any = None
-    base = Foundation(Role.PREFILL, replace(CONFIG, **options), *[nothing] * 8)
+    base = Foundation(Role.PREFILL, replace(CONFIG, **options), *[nothing] * 9)
     return base._telling_of(cache)
 
 

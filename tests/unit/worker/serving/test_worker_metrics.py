@@ -148,8 +148,29 @@ def test_the_sender_counts_a_hand_offs_bytes(prefill: Scene) -> None:
     sequence.emit(SequenceEnded(None, 1))
     assert prefill.value("tandem_transfers_total", "committed") == 1
     assert prefill.value("tandem_transfer_bytes_total") == 4096
-    assert prefill.value("tandem_transfer_seconds_sum") == 0.01
     assert prefill.value("tandem_sequences_total", "ended") == 1
+    assert prefill.value("tandem_transfer_seconds_sum", "sent") == 0.01
+    assert prefill.value("vllm:nixl_xfer_time_seconds_sum", "0", "demo") == 0.01
+    assert prefill.value("vllm:nixl_bytes_transferred_sum", "0", "demo") == 4096
+
+
+def test_the_receiver_counts_tokens_and_under_the_names_of_nixl_a_hand_off_counts_once(decode: Scene) -> None:
+    sequence = decode.sequence()
+    sequence.emit(PrefixLookedUp(20, 16))
+    sequence.emit(TransferStarted())
+    sequence.emit(Transferred(0, 0.02, None))
+    decode.events.emit(StepEnded(0.01, num_prefill_tokens=5, num_decode_seqs=0, num_seqs=1))
+    decode.sequence().emit(SequenceEnded(ChecksumMismatch("bad"), 0))
+    labels = ("0", "demo")
+    sources = decode.samples("vllm:prompt_tokens_by_source_total")
+    assert sources == {
+        (*labels, "local_compute"): 5,
+        (*labels, "local_cache_hit"): 16,
+        (*labels, "external_kv_transfer"): 4,
+    }
+    assert decode.value("tandem_transfer_seconds_count", "received") == 1
+    assert decode.value("vllm:nixl_xfer_time_seconds_count", *labels) == 0
+    assert decode.value("vllm:nixl_num_failed_transfers_total", *labels) == 1
 
 
 @pytest.mark.parametrize(
