@@ -106,7 +106,7 @@ def pool_decision(
     else:
         num_workers, most_gib = config.host_workers or 2, CPU_CAP_BYTES // GIB
         why = f"{HOST_SHARE:.0%} of the machine's free memory, shared by {num_workers}, {most_gib} GiB at most"
-    return decision("KV pool", value, "--kv-memory", config.kv_memory_bytes is not None, why)
+    return decision("KV pool", value, "--kv-memory", config.kv_memory is not None, why)
 
 
 def ring_rows_for(config: WorkerConfig, layout: KvLayout, num_blocks: int, root: Path = Path("/")) -> int:
