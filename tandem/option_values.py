@@ -97,6 +97,30 @@ def size_bytes(low: int = 1) -> Parser:
 
 
 @dataclass(frozen=True, slots=True)
+class Share:
+    """A part of what there is. As text: `90%`."""
+
+    percent: float
+
+    def __str__(self) -> str:
+        return f"{self.percent:g}%"
+
+    def of(self, total_bytes: int) -> float:
+        """Returns so much of it, in bytes."""
+        return total_bytes * self.percent / 100
+
+
+def size_or_share() -> Parser:
+    """Bytes as `size_bytes` has them, or a share such as `90%`."""
+    size, percent = size_bytes(), number(1, 100, "a size, or a share in percent")
+
+    def parse(value: str) -> int | Share:
+        return Share(percent.parse(value[:-1])) if value.endswith("%") else int(size.parse(value))
+
+    return Parser("SIZE", parse)
+
+
+@dataclass(frozen=True, slots=True)
 class SizedFolder:
     """A folder and the size of what may lie there. As text: `DIR=100GiB`."""
 
