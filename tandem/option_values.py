@@ -21,7 +21,7 @@ class Parser:
     parse: Callable[[str], Any]
     """Raises ValueError that says what is allowed."""
     words: tuple[str, ...] = ()
-    """All texts that are allowed, where they are few."""
+    """Allowed texts, where there are few; empty = the parser alone knows."""
 
 
 def text(pattern: str = r".*", meaning: str = "text", shown: str = "TEXT") -> Parser:
