@@ -35,7 +35,7 @@ demo: $(VENV)/.demo
 ## test      every test that needs neither a GPU nor hours
 # Files in their own order: the long ones of tests/e2e come early, and no process waits long for the other's last one.
 test: install $(PROTOBUF7)/.installed $(GEN)/.installed
-	$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder -m 'not gpu and not soak and not frameworks and not wheels'
+	$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder -m 'not gpu and not soak and not frameworks and not wheels and not images'
 
 ZIG := ziglang==0.17.0
 

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.claims import as_markdown as claims_table
+from bench.http_face import as_markdown as http_table
 from bench.peers.contenders import LLAMA, OURS, OURS_INT4, OURS_INT8, TRANSFORMERS, VLLM
 from bench.peers.servers import AUTO, COLOCATED, DISAGGREGATED, VLLM_SERVER
 from bench.soak.calls import NOT_COUNTED, WANTS_ANSWER
@@ -71,6 +72,10 @@ def performance(records: Mapping[str, Record]) -> str:
     if "transfer" in records:
         parts += ["## Hand-offs between two processes\n", _transfers(records["transfer"]["results"])]
         parts.append(f"{_taken(records['transfer'])}\n")
+    if "http-face" in records:
+        record = records["http-face"]
+        parts += ["## HTTP beside gRPC (`python -m bench.http_face`)\n", http_table(record["results"]["figures"])]
+        parts.append(f"{_taken(record)}\n")
     if "claims" in records:
         parts += ["## Claims (`python -m bench.claims`)\n", claims_table(records["claims"]["results"]["claims"])]
         parts.append(f"{_taken(records['claims'])}\n")

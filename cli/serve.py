@@ -41,6 +41,7 @@ from shell.telemetry.logging import configure_logging, get_logger
 from shell.telemetry.stderr_lines import write_line
 from tandem.client import AsyncClient
 from tandem.errors import ConfigError, TandemError
+from tandem.option_values import Share
 from tandem.security.credentials import Security
 from tandem.security.options import client_side
 
@@ -288,15 +289,18 @@ def _counts(config: ServeConfig, gpus: Sequence[str]) -> tuple[int, int]:
 
 def check_host_memory(config: ServeConfig, devices: DevicePlan, available_bytes: int | None) -> None:
     """Raises ConfigError if the claims of all workers together exceed the available host memory."""
+    if available_bytes is None:
+        return
     shares = (*devices.prefill, *devices.decode)
     worker = config.decode_worker
     in_host = 0 if devices.on_gpus else len(shares)  # of workers on CPUs beside GPUs, each checks its own
+    pool = worker.kv_memory.of(available_bytes) if isinstance(worker.kv_memory, Share) else worker.kv_memory or 0
     claims = {
-        "--kv-memory": in_host * (worker.kv_memory_bytes or 0),
+        "--kv-memory": int(in_host * pool),
         "--host-cache-memory": len(shares) * (worker.host_cache_bytes if worker.prefix_cache else 0),
     }
     total = sum(claims.values())
-    if available_bytes is not None and total > available_bytes:
+    if total > available_bytes:
         largest = max(claims, key=claims.__getitem__)
         raise ConfigError(
             largest, f"{len(shares)} workers claim {total} bytes of memory; {available_bytes} are available"

@@ -66,19 +66,21 @@ def blocks_that_fit(
     *,
     step_bytes: int = 0,
 ) -> int:
-    """Returns the blocks of the pool that the options ask for, else of the default share less `step_bytes` for steps.
+    """Returns the blocks of the pool: as large as the options ask for, else a share less `step_bytes` for steps.
 
-    The default never takes more than `max_tokens` tokens need, so that a tiny model does not
+    A share, asked for or by default, never takes more than `max_tokens` tokens need, so that a tiny model does not
     fill the machine. `root`: see `available_memory_bytes`. Raises ConfigError if not even one block fits.
     """
     if config.kv_blocks is not None:
-        if config.kv_memory_bytes is not None:
+        if config.kv_memory is not None:
             raise ConfigError("--kv-blocks", "and --kv-memory exclude each other")
         return config.kv_blocks
-    if config.kv_memory_bytes is not None:
-        num_blocks = config.kv_memory_bytes // layout.block_bytes
+    if isinstance(config.kv_memory, int):
+        num_blocks = config.kv_memory // layout.block_bytes
     else:
-        if device.type == "cuda":
+        if config.kv_memory is not None:
+            share_bytes = config.kv_memory.of(available_memory_bytes(device, root)) - step_bytes
+        elif device.type == "cuda":
             share_bytes = available_memory_bytes(device) * GPU_SHARE / config.device_workers - step_bytes
         else:
             share_bytes = min(_host_share_bytes(config.host_workers or 2, root), CPU_CAP_BYTES)
@@ -104,7 +106,7 @@ def pool_decision(
     else:
         num_workers, most_gib = config.host_workers or 2, CPU_CAP_BYTES // GIB
         why = f"{HOST_SHARE:.0%} of the machine's free memory, shared by {num_workers}, {most_gib} GiB at most"
-    return decision("KV pool", value, "--kv-memory", config.kv_memory_bytes is not None, why)
+    return decision("KV pool", value, "--kv-memory", config.kv_memory is not None, why)
 
 
 def ring_rows_for(config: WorkerConfig, layout: KvLayout, num_blocks: int, root: Path = Path("/")) -> int:

@@ -223,7 +223,7 @@ class ServeConfig:
         return self.num_prefill is not None or self.num_decode is not None
 
     def of_model(self, model: str) -> ServeConfig:
-        """The same with another `--model`."""
+        """Returns a config that is equal but for `--model`."""
         return replace(
             self,
             router=replace(self.router, model=model),

@@ -8,6 +8,7 @@ from typing import Any, TypeAlias
 
 from tandem.limits import Limits
 from tandem.option_values import (
+    Share,
     SizedFolder,
     host_port,
     integer,
@@ -15,6 +16,7 @@ from tandem.option_values import (
     one_of,
     seconds,
     size_bytes,
+    size_or_share,
     sized_folder,
     text,
     zmq_address,
@@ -146,8 +148,13 @@ class WorkerConfig(ProcessConfig):
     )
     block_size: int = _memory("block-size", 16, "tokens per KV block", integer(1, 256))
     kv_blocks: int | None = _internal("kv-blocks", None, "blocks of the KV pool", integer(1), none_word="auto")
-    kv_memory_bytes: int | None = _memory(
-        "kv-memory", None, "size of the KV pool, such as 2GiB", size_bytes(), none_word="auto"
+    kv_memory: int | Share | None = option(
+        Section.MEMORY,
+        "kv-memory",
+        None,
+        "size of the KV pool, such as 2GiB, or a share of what is free once the weights are loaded, such as 90%",
+        size_or_share(),
+        none_word="auto",
     )
     host_ring_bytes: int | None = _memory(
         "host-ring-memory",

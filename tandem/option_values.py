@@ -21,7 +21,7 @@ class Parser:
     parse: Callable[[str], Any]
     """Raises ValueError that says what is allowed."""
     words: tuple[str, ...] = ()
-    """All texts that are allowed, where they are few."""
+    """Allowed texts, where there are few; empty = the parser alone knows."""
 
 
 def text(pattern: str = r".*", meaning: str = "text", shown: str = "TEXT") -> Parser:
@@ -92,6 +92,30 @@ def size_bytes(low: int = 1) -> Parser:
         if (num_bytes := round(size * unit)) < low:
             raise ValueError(f"must be at least {low} bytes")
         return num_bytes
+
+    return Parser("SIZE", parse)
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """A part of what there is. As text: `90%`."""
+
+    percent: float
+
+    def __str__(self) -> str:
+        return f"{self.percent:g}%"
+
+    def of(self, total_bytes: int) -> float:
+        """Returns so much of it, in bytes."""
+        return total_bytes * self.percent / 100
+
+
+def size_or_share() -> Parser:
+    """Bytes as `size_bytes` has them, or a share such as `90%`."""
+    size, percent = size_bytes(), number(1, 100, "a size, or a share in percent")
+
+    def parse(value: str) -> int | Share:
+        return Share(percent.parse(value[:-1])) if value.endswith("%") else int(size.parse(value))
 
     return Parser("SIZE", parse)
 

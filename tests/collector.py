@@ -105,7 +105,7 @@ class Collector(TraceServiceServicer):
     def export_metrics(
         self, request: metrics_service_pb2.ExportMetricsServiceRequest, context: grpc.ServicerContext
     ) -> metrics_service_pb2.ExportMetricsServiceResponse:
-        """The same for metrics."""
+        """Takes metrics, as `Export` takes spans."""
         if self._answers:
             self.metrics += map(_collected_metrics, request.resource_metrics)
         else:

@@ -29,7 +29,7 @@ class FakeHub:
     """Files that were sent, in order."""
 
     def environment(self, home: Path, **more: str) -> dict[str, str]:
-        """Of a process that fetches from here into `home`."""
+        """Returns variables for a process that fetches from this hub into the folder `home`."""
         return {"HF_ENDPOINT": self.url, "HF_HOME": str(home), "HF_HUB_DISABLE_XET": "1", "HF_TOKEN": "", **more}
 
 

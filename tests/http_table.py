@@ -249,6 +249,9 @@ TABLE = {
         },
         lambda it: json.loads(it["output"][0]["content"][0]["text"])["city"],
     ),
+    "a summary of reasoning": Row(
+        "/v1/responses", {"input": "Hi", "reasoning": {"summary": "auto"}}, refused("reasoning.summary"), 400
+    ),
     "a response that goes on from another": Row(
         "/v1/responses", {"input": "Hi", "previous_response_id": "resp_1"}, refused("previous_response_id"), 400
     ),

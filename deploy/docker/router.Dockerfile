@@ -1,9 +1,9 @@
 # syntax=docker/dockerfile:1
 # The router: no torch and no compiler. From the repository's root:
 #   docker build -f deploy/docker/router.Dockerfile -t tandem-router:0.1.0 .
-ARG PYTHON_IMAGE=python:3.12-slim-bookworm
+ARG BASE=python:3.12-slim-bookworm
 
-FROM ${PYTHON_IMAGE} AS build
+FROM ${BASE} AS build
 # Where pip looks, if not in its usual place.
 ARG PIP_INDEX_URL
 WORKDIR /src
@@ -17,7 +17,7 @@ COPY . .
 # Without a compiler here, setup.py leaves the workers' kernels out.
 RUN pip --python /opt/tandem/bin/python install --no-cache-dir --no-deps -c constraints.txt ./deploy/client .
 
-FROM ${PYTHON_IMAGE} AS router
+FROM ${BASE} AS router
 LABEL org.opencontainers.image.title="tandem-router" \
     org.opencontainers.image.description="Router of Tandem: takes requests and places them on workers." \
     org.opencontainers.image.version="0.1.0" \
@@ -28,6 +28,6 @@ COPY --from=build /opt/tandem /opt/tandem
 ENV PATH=/opt/tandem/bin:${PATH} HOME=/tmp PYTHONDONTWRITEBYTECODE=1 PYTHONUNBUFFERED=1
 WORKDIR /tmp
 USER 65532:65532
-EXPOSE 50051 9090
+EXPOSE 8080 50051 9090
 ENTRYPOINT ["tandem"]
 CMD ["router"]

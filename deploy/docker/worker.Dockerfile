@@ -4,11 +4,11 @@
 #   docker build -f deploy/docker/worker.Dockerfile --target cuda -t tandem-worker:0.1.0-cuda .
 # PIP_EXTRA_INDEX_URL: for `cpu`, one with CPU builds of torch makes the image some gigabytes smaller.
 # FLASH_ATTN=2: compiles flash-attn into `cuda` (an hour or more; serving works without it); 3: its version for Hopper.
-ARG PYTHON_IMAGE=python:3.12-slim-bookworm
+ARG BASE=python:3.12-slim-bookworm
 # The major version is that of torch's wheel, which brings CUDA's libraries; the driver comes from the node.
 ARG CUDA_VERSION=13.0.2
 
-FROM ${PYTHON_IMAGE} AS build-cpu
+FROM ${BASE} AS build-cpu
 ARG PIP_INDEX_URL
 ARG PIP_EXTRA_INDEX_URL
 RUN apt-get update \
@@ -25,7 +25,7 @@ RUN pip --python /opt/tandem/bin/python install --no-cache-dir --no-deps -c cons
 # setup.py compiles the native kernels for one processor, or goes on without them; an image has them for all.
 RUN cd / && /opt/tandem/bin/python -m kernels.cpu.build --all
 
-FROM ${PYTHON_IMAGE} AS cpu
+FROM ${BASE} AS cpu
 LABEL org.opencontainers.image.title="tandem-worker" \
     org.opencontainers.image.description="Prefill and decode workers of Tandem, for CPUs." \
     org.opencontainers.image.version="0.1.0" \

@@ -108,7 +108,7 @@ class Gguf:
         return {key: value for key, value in config.items() if value is not None}
 
     def header(self) -> bytes:
-        """All before the tensors: metadata, tokenizer included, and where tensors lie."""
+        """Returns the bytes before the tensors: metadata, tokenizer included, and the places of the tensors."""
         with self.path.open("rb") as file:
             return file.read(min((each.offset for each in self.tensors.values()), default=-1))
 

@@ -6,7 +6,6 @@ Bounds for callers without a token: a request must be read within `_IDLE_S` of c
 from __future__ import annotations
 
 import errno
-import logging
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
@@ -14,15 +13,13 @@ from aiohttp import web
 
 from shell.admin.content import AdminContent
 from shell.admin.site import Site
+from shell.http.silent import SILENT
 from shell.rpc.address import advertised_admin_address
 from shell.telemetry.logging import get_logger
 from tandem.errors import ConfigError
 from tandem.security.credentials import Incoming
 
 _log = get_logger(__name__)
-_SILENT = logging.Logger("aiohttp's own")
-"""Without handlers. aiohttp logs a stack for each request that cannot be parsed, and anybody can send those."""
-_SILENT.addHandler(logging.NullHandler())
 
 _IDLE_S = 10.0
 """A connection that waits for a request, its first one or the rest of one, is closed after this time."""
@@ -54,7 +51,7 @@ async def admin_port(
     runner = web.AppRunner(
         app,
         access_log=None,
-        logger=_SILENT,
+        logger=SILENT,
         keepalive_timeout=_IDLE_S,
         lingering_time=0.0,
         max_line_size=_MAX_LINE_BYTES,

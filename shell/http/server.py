@@ -9,7 +9,6 @@ A handler whose caller leaves is cancelled. A bug is answered with an id, which 
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -18,6 +17,7 @@ from dataclasses import dataclass
 from aiohttp import web
 from opentelemetry.trace import Span, SpanKind, Status, StatusCode, Tracer
 
+from shell.http.silent import SILENT
 from shell.rpc.address import is_taken
 from shell.rpc.status import bug_logged
 from shell.telemetry import metric_names
@@ -43,9 +43,6 @@ from tandem.security.credentials import Incoming
 from tandem.security.tokens import Identity
 
 _log = get_logger(__name__)
-_SILENT = logging.Logger("aiohttp's own")
-"""Without handlers. aiohttp logs a stack for each request that cannot be parsed, and anybody can send those."""
-_SILENT.addHandler(logging.NullHandler())
 
 _IDLE_S = 75.0
 """A connection that waits for its next request is closed after this time."""
@@ -162,7 +159,7 @@ class HttpServer:
         self._runner = web.AppRunner(
             app,
             access_log=None,
-            logger=_SILENT,
+            logger=SILENT,
             handler_cancellation=True,
             auto_decompress=False,  # a bomb costs seconds, also behind a refusal: aiohttp reads what is left of a body
             keepalive_timeout=_IDLE_S,

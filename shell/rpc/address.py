@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import ipaddress
 import socket
 
 _LOOPBACK = {"0.0.0.0": "127.0.0.1", "[::]": "[::1]"}
@@ -13,12 +14,12 @@ def advertised_address(listen: str, advertise: str | None, bound_port: int) -> s
     """`HOST:PORT` at which this process is reached.
 
     `advertise` wins; its port 0 means the bound one. Without it the host is that of `listen`,
-    or this machine's name where `listen` is a wildcard.
+    or what others call this machine where `listen` is a wildcard.
     """
     host, _, port = (advertise or listen).rpartition(":")
     if advertise is not None and int(port) != 0:
         return advertise
-    return f"{socket.gethostname() if host in _WILDCARDS else host}:{bound_port}"
+    return f"{_own_host() if host in _WILDCARDS else host}:{bound_port}"
 
 
 def advertised_admin_address(listen: str, advertise: str | None, bound_port: int) -> str:
@@ -30,6 +31,19 @@ def advertised_admin_address(listen: str, advertise: str | None, bound_port: int
     if advertise is None or host not in _WILDCARDS:
         return advertised_address(listen, None, bound_port)
     return f"{advertise.rpartition(':')[0]}:{bound_port}"
+
+
+def _own_host() -> str:
+    """Returns the address of this machine's name, or the name where its address is unknown or on loopback.
+
+    A container's name is known to its own hosts file alone.
+    """
+    name = socket.gethostname()
+    try:
+        address = socket.gethostbyname(name)
+    except OSError:
+        return name
+    return name if ipaddress.ip_address(address).is_loopback else address
 
 
 def local_address(address: str) -> str:

@@ -223,7 +223,7 @@ class Metrics(Collector):
         of_values: Callable[[View, Mapping[Labels, float]], S],
         of_cells: Callable[[View, Mapping[Labels, Cells]], S],
     ) -> Iterator[S]:
-        """What is made of each view of a counter or gauge, and of each view of a histogram."""
+        """Yields each view of a metric as `of_values` writes counters and gauges, and `of_cells` histograms."""
         values: dict[Metric, dict[Labels, float]] = {metric: {} for metric in self._shown}
         for reader in self._readers:
             for reading in reader():

@@ -25,26 +25,27 @@ def values(*files: str, **changes: Any) -> dict[str, Any]:
 
 def rendered(folder: Path, given: dict[str, Any], namespace: str = "tandem") -> list[Manifest]:
     """What `helm template` makes of the chart. `folder` is written to."""
+    templates = sorted((CHART / "templates").glob("*.yaml"))
+    texts = [_rendered(folder, given, namespace, template) for template in templates]
+    return [each for text in texts for each in yaml.safe_load_all(text) if each]
+
+
+def notes(folder: Path, given: dict[str, Any], namespace: str = "tandem") -> str:
+    """What `helm install` says when it is done."""
+    return _rendered(folder, given, namespace, CHART / "templates/NOTES.txt")
+
+
+def _rendered(folder: Path, given: dict[str, Any], namespace: str, template: Path) -> str:
     context = {"apiVersion": "v1", "kind": "Values", "metadata": {"name": "values"}}
     file = folder / "values.json"
     file.write_text(yaml.safe_dump(context | {"Values": given, "Release": {"Namespace": namespace}}))
-    manifests: list[Manifest] = []
-    for template in sorted((CHART / "templates").glob("*.yaml")):
-        # Changes nothing on a cluster: it reads a file and prints it through the template.
-        command = [
-            program("kubectl"),
-            "annotate",
-            "--local",
-            "-f",
-            str(file),
-            "a=b",
-            "-o",
-            f"go-template-file={template}",
-        ]
-        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
-        assert done.returncode == 0, done.stderr
-        manifests += [each for each in yaml.safe_load_all(done.stdout) if each]
-    return manifests
+    whole = folder / "template"
+    whole.write_text((CHART / "templates/_value.tpl").read_text() + template.read_text())
+    # Changes nothing on a cluster: it reads a file and prints it through the template.
+    command = [program("kubectl"), "annotate", "--local", "-f", str(file), "a=b", "-o", f"go-template-file={whole}"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
 
 
 def _merged(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:

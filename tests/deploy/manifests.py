@@ -18,7 +18,12 @@ Manifest = dict[str, Any]
 
 ROOT = Path(__file__).parents[2]
 DEPLOY = ROOT / "deploy"
-OVERLAYS = tuple(sorted(path.parent.name for path in (DEPLOY / "overlays").glob("*/kustomization.yaml")))
+BESIDE_ANOTHER = "new-weights"
+"""The overlay that is applied beside one that serves."""
+OVERLAYS = tuple(
+    sorted({path.parent.name for path in (DEPLOY / "overlays").glob("*/kustomization.yaml")} - {BESIDE_ANOTHER})
+)
+"""Those that serve by themselves."""
 COMPONENTS = tuple(sorted(path.parent.name for path in (DEPLOY / "components").glob("*/kustomization.yaml")))
 
 

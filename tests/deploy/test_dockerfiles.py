@@ -1,4 +1,4 @@
-"""The Dockerfiles, as far as they can be judged without building: no engine for containers is at hand in tests."""
+"""The Dockerfiles, as far as they can be judged without building, which `test_images` does; and what builds them."""
 
 from __future__ import annotations
 
@@ -6,12 +6,15 @@ import re
 import subprocess
 import sys
 import tomllib
+from pathlib import Path
+from types import ModuleType
 
 import pytest
 
 from tests.deploy.dockerfile import Stage, ignored, parse
 from tests.deploy.manifests import DEPLOY, ROOT, overlay
 from tests.deploy.pods import COMMANDS, containers
+from tests.scripts import load_script
 
 FILES = {path.stem: parse(path.read_text()) for path in sorted((DEPLOY / "docker").glob("*.Dockerfile"))}
 SHIPPED = {("router", "router"), ("worker", "cpu"), ("worker", "cuda")}
@@ -79,7 +82,7 @@ def test_an_image_that_is_not_is_noticed(old: str, new: str, complaint: str) -> 
 
 def test_the_images_and_targets_are_those_that_the_manifests_name() -> None:
     named = set()
-    for name in ("cpu", "gpu-nccl"):
+    for name in ("cpu", "gpu-pools"):
         for each in containers(overlay(name)):
             image, _, tag = each.spec["image"].partition(":")
             file = image.removeprefix("tandem-")
@@ -156,6 +159,38 @@ def test_dependencies_installed_before_the_source_are_all_that_it_asks_for(extra
     wanted = {*DEPENDENCIES, *(each for extra in every for each in optional[extra])}
     listed = done.stdout.splitlines()
     assert sorted(listed) == sorted(each for each in wanted if not each.startswith("tandem-serving"))
+
+
+@pytest.fixture
+def script() -> ModuleType:
+    """What builds the images."""
+    return load_script("deploy/docker/build.py")
+
+
+def test_what_is_built_is_what_the_manifests_of_cpus_name(script: ModuleType) -> None:
+    built = script.images()
+    assert set(built) == {each.spec["image"] for each in containers(overlay("cpu"))}
+    assert all(target in FILES[file] for file, target in built.values())
+
+
+def test_pip_is_configured_in_a_build_as_it_is_outside(script: ModuleType, tmp_path: Path) -> None:
+    certificates, index = tmp_path / "ca.crt", tmp_path / "packages/simple"
+    certificates.touch()
+    index.mkdir(parents=True)
+    listed = f"""global.cert='/elsewhere'
+global.extra-index-url='https://pypi.example.com/simple file://{index}'
+install.no-deps='false'
+:env:.cert='{certificates}'
+"""
+    settings = script.pip_settings(listed)
+    assert settings == {
+        "cert": str(certificates),
+        "extra-index-url": f"https://pypi.example.com/simple file://{index}",
+        "no-deps": "false",
+    }
+    # An index in a folder links to files beside it; what is not there is not mounted.
+    assert script.local_paths(settings) == [certificates, index.parent]
+    assert script.local_paths({"find-links": "/nowhere/at/all /"}) == []
 
 
 WITHOUT_WORKERS = """

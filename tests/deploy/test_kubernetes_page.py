@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from tests.deploy.dockerfile import parse
-from tests.deploy.manifests import ROOT, named, of_kind, overlay, own_overlay
+from tests.deploy.manifests import BESIDE_ANOTHER, ROOT, named, of_kind, overlay, own_overlay
 from tests.deploy.pods import containers
 
 PAGE = (ROOT / "docs/kubernetes.md").read_text()
@@ -31,14 +31,14 @@ def test_every_build_command_names_a_dockerfile_and_its_target() -> None:
         target = command[command.index("--target") + 1] if "--target" in command else "router"
         assert target in stages
         image = command[command.index("-t") + 1]
-        used = {each.spec["image"] for name in ("cpu", "gpu-nccl") for each in containers(overlay(name))}
+        used = {each.spec["image"] for name in ("cpu", "gpu-pools") for each in containers(overlay(name))}
         assert image in used
 
 
 def test_what_is_forwarded_or_scaled_is_there() -> None:
-    manifests = overlay("cpu")
-    for kind, name in re.findall(r"(service|deployment)/(tandem-[\w-]+)", PAGE):
-        assert named(manifests, kind.capitalize(), name)
+    manifests = [each for name in ("cpu", "elastic", BESIDE_ANOTHER) for each in overlay(name)]
+    there = {(each["kind"].lower(), each["metadata"]["name"]) for each in manifests}
+    assert set(re.findall(r"(service|deployment)/(tandem-[\w-]+)", PAGE)) <= there
 
 
 SNIPPETS = [yaml.safe_load(block) for language, block in BLOCKS if language == "yaml"]

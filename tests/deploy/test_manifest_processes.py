@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 import socket
 import ssl
+import time
 from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -13,16 +15,20 @@ from pathlib import Path
 
 import pytest
 import trustme
+from safetensors.torch import load_file, save_file
 
 from bench.support.cluster import Cluster, run_command
+from models.files.checkpoint import resolve_model
 from shell.config import ClientSecurityConfig
 from tandem.client import Client
-from tests.deploy.manifests import overlay
+from tests.deploy.https import ask
+from tests.deploy.manifests import BESIDE_ANOTHER, overlay
 from tests.deploy.pods import Container, container
 from tests.forked_commands import Forking
 
 TOKEN = "4f1c-of-a-test-and-nowhere-else"
 PROBE_TIMEOUT_S = 30
+PROMPT, MAX_TOKENS = "Once upon a time", 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,9 +49,13 @@ class Started:
         answers = (self._ask(probe["httpGet"]) for _ in range(probe["failureThreshold"]))
         return int(next(filter(None, answers)).split()[1])
 
+    def address_of(self, port: str) -> str:
+        """Returns where a port was opened, as the process's log says; of a whole server's, the router's."""
+        told = [json.loads(line) for line in self.cluster.log if f'"{port}"' in line]
+        return str(next((each for each in told if "router" in each.values()), told[0])["address"])
+
     def _ask(self, request: dict[str, str]) -> bytes:
-        told = [json.loads(line) for line in self.cluster.log if '"admin port"' in line]
-        address = next((each for each in told if "router" in each.values()), told[0])["address"]  # of a whole server
+        address = self.address_of("admin port")
         host, _, port = address.rpartition(":")
         context = ssl.create_default_context(cafile=self.environment["TANDEM_TLS_CA"])
         with (
@@ -67,7 +77,7 @@ def on_loopback(text: str, mounts: Path, router: str) -> str:
     text = re.sub(r"tandem-router-headless:\d+", router, text)
     text = re.sub(r"(0\.0\.0\.0|10\.1\.2\.3):\d+", "127.0.0.1:0", text)
     text = re.sub(r"--kv-port=\d+", "--kv-port=0", text)
-    return text.replace("/etc/tandem", str(mounts))
+    return re.sub(r"^/(etc/tandem|models)/", rf"{mounts}/\1/", text)
 
 
 def start(
@@ -95,9 +105,10 @@ def forked_commands(fork_command: Forking) -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def mounts(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What the Secrets hold, as files."""
-    folder = tmp_path_factory.mktemp("etc")
-    (folder / "tls").mkdir()
+    """The root below which Secrets, and models, are mounted."""
+    root = tmp_path_factory.mktemp("root")
+    folder = root / "etc/tandem"
+    (folder / "tls").mkdir(parents=True)
     (folder / "tokens").mkdir()
     authority = trustme.CA()
     certificate = authority.issue_cert("tandem")
@@ -106,7 +117,7 @@ def mounts(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for pem in certificate.cert_chain_pems:
         pem.write_to_path(folder / "tls/tls.crt", append=True)
     (folder / "tokens/tokens").write_text(TOKEN + "\n")
-    return folder
+    return root
 
 
 @pytest.fixture(scope="module")
@@ -118,18 +129,31 @@ def started(mounts: Path) -> Iterator[dict[str, Started]]:
         yield {"router": router, **workers}
 
 
-def assert_serves(router: Started, mounts: Path) -> None:
+def answer(router: Started) -> str:
+    """Over gRPC, once it is ready."""
     security = ClientSecurityConfig(
-        tls_ca=str(mounts / "tls/ca.crt"), tls_server_name="tandem", token_file=str(mounts / "tokens/tokens")
+        tls_ca=router.environment["TANDEM_TLS_CA"],
+        tls_server_name="tandem",
+        token_file=router.environment["TANDEM_TOKEN_FILE"],
     )
     with Client(router.cluster.target, security=security) as client:
         client.wait_ready(timeout_s=PROBE_TIMEOUT_S)
-        result = client.complete("Once upon a time", max_tokens=4, temperature=0.0)
-    assert result.usage.completion_tokens == 4
+        return client.complete(PROMPT, max_tokens=MAX_TOKENS, temperature=0.0).text
 
 
-def test_the_cluster_serves_and_its_probes_say_so(started: dict[str, Started], mounts: Path) -> None:
-    assert_serves(started["router"], mounts)
+def answer_over_http(router: Started) -> str:
+    authority = Path(router.environment["TANDEM_TLS_CA"])
+    body = {"model": "demo", "prompt": PROMPT, "max_tokens": MAX_TOKENS, "temperature": 0}
+    answered = ask(router.address_of("http"), "/v1/completions", authority, TOKEN, body)
+    return str(json.loads(answered)["choices"][0]["text"])
+
+
+def assert_serves(router: Started) -> None:
+    assert answer(router) == answer_over_http(router) != ""
+
+
+def test_the_cluster_serves_and_its_probes_say_so(started: dict[str, Started]) -> None:
+    assert_serves(started["router"])
     for each in started.values():
         assert [each.probe(kind) for kind in each.container.probes] == [200, 200, 200], each.container.name
 
@@ -138,7 +162,7 @@ def test_a_whole_server_in_one_container_serves(mounts: Path) -> None:
     on_cpu = {"TANDEM_DEVICE": "cpu", "TANDEM_THREADS": "1", "TANDEM_KV_MEMORY": "16MiB", "TANDEM_MODEL": "demo"}
     with ExitStack() as stack:
         server = start(stack, "router", mounts, overlay_name="gpu-same-pod", **on_cpu)
-        assert_serves(server, mounts)
+        assert_serves(server)
         assert [server.probe(kind) for kind in server.container.probes] == [200, 200, 200]
         assert server.cluster.stop() == 0
 
@@ -147,9 +171,29 @@ def test_an_elastic_worker_alone_serves(mounts: Path) -> None:
     with ExitStack() as stack:
         router = start(stack, "router", mounts, overlay_name="elastic")
         elastic = start(stack, "elastic", mounts, router.cluster.target, overlay_name="elastic")
-        assert_serves(router, mounts)
+        assert_serves(router)
         assert [elastic.probe(kind) for kind in elastic.container.probes] == [200, 200, 200]
         assert elastic.cluster.stop() == 0
+
+
+def test_workers_of_new_weights_answer_once_they_are_more_and_the_old_ones_leave(mounts: Path) -> None:
+    demo = resolve_model("demo")
+    for name in ("model", "next/model"):
+        shutil.copytree(demo, mounts / "models" / name)
+    weights = {name: each.flip(0) for name, each in load_file(demo / "model.safetensors").items()}
+    save_file(weights, mounts / "models/next/model/model.safetensors", {"format": "pt"})
+    old_model = {"TANDEM_MODEL": "/models/model"}
+    with ExitStack() as stack:
+        router = start(stack, "router", mounts, overlay_name="elastic", **old_model)
+        old = start(stack, "elastic", mounts, router.cluster.target, overlay_name="elastic", **old_model)
+        before = answer(router)
+        more_seats = {"TANDEM_MAX_SEQS": "65"}  # as one more worker would bring them
+        start(stack, "elastic", mounts, router.cluster.target, overlay_name=BESIDE_ANOTHER, **more_seats)
+        until_s = time.monotonic() + PROBE_TIMEOUT_S
+        while (after := answer(router)) == before:
+            assert time.monotonic() < until_s
+        assert old.cluster.stop() == 0
+        assert answer(router) == after
 
 
 def test_a_router_without_workers_lives_and_is_not_ready(mounts: Path) -> None:

@@ -64,8 +64,8 @@ def needed(source: Pod, target: Pod, port_name: str, *, monitored: bool) -> bool
     router = target.labels.get("app.kubernetes.io/component") == "router"
     from_router = source.labels.get("app.kubernetes.io/component") == "router"
     match port_name:
-        case "grpc":
-            return router and (source in CLIENTS or "tandem/worker" in source.labels)
+        case "grpc" | "http":
+            return router and (source in CLIENTS or (port_name == "grpc" and "tandem/worker" in source.labels))
         case "grpc-prefill" | "grpc-decode":
             return from_router
         case "kv":

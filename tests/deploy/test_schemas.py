@@ -12,7 +12,17 @@ import kubernetes_validate
 import pytest
 import yaml
 
-from tests.deploy.manifests import COMPONENTS, DEPLOY, OVERLAYS, Manifest, composed, named, of_kind, overlay
+from tests.deploy.manifests import (
+    BESIDE_ANOTHER,
+    COMPONENTS,
+    DEPLOY,
+    OVERLAYS,
+    Manifest,
+    composed,
+    named,
+    of_kind,
+    overlay,
+)
 
 OLDEST = "1.30"
 """The first Kubernetes that knows a pre-stop sleep without being asked to."""
@@ -21,20 +31,28 @@ SCHEMAS = {path.stem: json.loads(path.read_text()) for path in (DEPLOY / "schema
 TOGETHER = (
     ("base", ["cert-manager"]),
     ("base", ["insecure"]),
-    ("overlays/gpu-nccl", ["cert-manager", "monitoring", "autoscale-hpa"]),
-    ("overlays/gpu-nccl", ["cert-manager", "monitoring", "autoscale-keda"]),
+    ("overlays/gpu-pools", ["cert-manager", "monitoring", "autoscale-hpa"]),
+    ("overlays/gpu-pools", ["cert-manager", "monitoring", "autoscale-keda"]),
+    ("overlays/gpu-pools", ["peer-ports", "rdma", "insecure"]),
+    ("overlays/gpu-pools", ["new-weights"]),
+    ("overlays/gpu-same-pod", ["inference-pool", "insecure"]),
     ("overlays/gpu-same-pod", ["cert-manager", "monitoring"]),
     ("overlays/cpu", ["model-volume", "insecure"]),
     ("overlays/monitoring", ["insecure"]),
     ("overlays/cpu", ["model-volume", "model-fetch", "router-files"]),
-    ("overlays/cpu", ["model-claim", "grpc-route"]),
+    ("overlays/cpu", ["model-claim", "gateway"]),
     ("overlays/cpu", ["ingress"]),
     ("overlays/cpu", ["elastic", "monitoring", "autoscale-hpa", "autoscale-hpa-elastic"]),
     ("overlays/elastic", ["insecure"]),
     ("overlays/elastic", ["gpu", "model-volume", "peer-ports", "rdma", "cert-manager"]),
 )
 """Overlays that users may make."""
-TOGETHER_LATER = (("overlays/cpu", ["model-image"]), ("overlays/cpu", ["model-image", "router-files"]))
+TOGETHER_LATER = (
+    ("overlays/cpu", ["model-image"]),
+    ("overlays/cpu", ["model-image", "router-files"]),
+    ("overlays/gpu", ["gpu-claims"]),
+    ("overlays/gpu-nixl", ["gpu-claims"]),
+)
 """Those that want a newer Kubernetes."""
 
 
@@ -47,7 +65,7 @@ def check(manifest: Manifest, version: str) -> None:
 
 
 @pytest.mark.parametrize("version", VERSIONS)
-@pytest.mark.parametrize("name", OVERLAYS)
+@pytest.mark.parametrize("name", [*OVERLAYS, BESIDE_ANOTHER])
 def test_every_manifest_is_valid(name: str, version: str) -> None:
     for manifest in overlay(name):
         check(manifest, version)
@@ -89,7 +107,7 @@ def spoilt(overlay_name: str, kind: str, name: str, spoil: Callable[[dict[str, A
 
 
 def spoilt_route(spoil: Callable[[dict[str, Any]], object]) -> Manifest:
-    (manifest, *_) = yaml.safe_load_all((DEPLOY / "components/grpc-route/route.yaml").read_text())
+    (manifest, *_) = yaml.safe_load_all((DEPLOY / "components/gateway/routes.yaml").read_text())
     spoil(manifest["spec"])
     return dict(manifest)
 

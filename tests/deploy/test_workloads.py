@@ -11,6 +11,7 @@ import pytest
 import tandem
 from cli.serve import fleet_devices
 from shell.config import DecodeConfig, ElasticConfig, PrefillConfig, RouterConfig, WorkerConfig
+from tandem.option_values import Share
 from tandem.security.exposure import check_exposure
 from tests.deploy.manifests import (
     DEPLOY,
@@ -29,7 +30,7 @@ EVERY_OVERLAY = pytest.mark.parametrize("name", OVERLAYS)
 WHOLE_SERVERS = {"gpu-same-pod"}
 """Overlays whose pods are whole servers."""
 EVERY_OVERLAY_OF_POOLS = pytest.mark.parametrize("name", sorted(set(OVERLAYS) - WHOLE_SERVERS))
-ELASTIC = {"elastic", "elastic-hpa", "elastic-keda"}
+ELASTIC = {"elastic", "elastic-hpa", "elastic-keda", "gpu"}
 """Overlays without static roles."""
 INSECURE = {"dev"}
 PORT_NAME = re.compile(r"(?=.*[a-z])(?!.*--)[a-z0-9]([a-z0-9-]{0,13}[a-z0-9])?")
@@ -45,6 +46,8 @@ def port_of(address: str | None) -> int:
 def listening_ports(each: Container) -> set[int]:
     config = each.config()
     ports = {port_of(config.listen), port_of(config.admin_listen)}
+    if isinstance(config, RouterConfig):
+        ports.add(port_of(config.http))
     return ports | {config.kv_port} if isinstance(config, DecodeConfig) else ports
 
 
@@ -194,7 +197,7 @@ def test_every_port_may_be_opened_with_the_security_given(name: str) -> None:
 
 def check_ports(each: Container) -> None:
     config = each.config()
-    check_exposure(config.security, (("--listen", config.listen), ("--admin-listen", config.admin_listen)))
+    check_exposure(config.security, config.ports)
 
 
 @EVERY_OVERLAY
@@ -256,8 +259,9 @@ def test_a_worker_computes_on_as_many_threads_as_its_limit_has_cores(name: str) 
 @EVERY_OVERLAY
 def test_a_kv_pool_of_a_given_size_leaves_room_in_its_container(name: str) -> None:
     for each in containers(overlay(name)):
-        pools = [config.kv_memory_bytes or 0 for config in each.configs() if isinstance(config, WorkerConfig)]
-        assert sum(pools) < quantity(each.spec["resources"]["limits"]["memory"])
+        pools = [config.kv_memory for config in each.configs() if isinstance(config, WorkerConfig)]
+        sizes = [pool for pool in pools if isinstance(pool, int)]
+        assert sum(sizes) < quantity(each.spec["resources"]["limits"]["memory"])
 
 
 @pytest.mark.parametrize("name", [name for name in OVERLAYS if name.startswith("gpu")])
@@ -266,6 +270,39 @@ def test_every_worker_on_a_gpu_has_one_for_itself_and_the_transport_that_the_ove
         workers = [config for config in each.configs() if isinstance(config, WorkerConfig)]
         assert int(each.spec["resources"]["limits"].get("nvidia.com/gpu", 0)) == len(workers)
         assert {config.transport for config in workers} <= {"nixl" if name == "gpu-nixl" else "auto"}
+
+
+@pytest.mark.parametrize("base", ["gpu", "gpu-pools"])
+def test_a_claim_takes_the_place_of_a_device_plugin_s_gpu(tmp_path: Path, base: str) -> None:
+    manifests = composed(tmp_path, f"overlays/{base}", ["gpu-claims"])
+    template = named(manifests, "ResourceClaimTemplate", "tandem-gpu")["spec"]["spec"]
+    assert [each["exactly"]["deviceClassName"] for each in template["devices"]["requests"]] == ["gpu.nvidia.com"]
+    for each in containers(manifests):
+        if isinstance(each.config(), WorkerConfig):
+            (claim,) = each.pod["resourceClaims"]
+            assert claim["resourceClaimTemplateName"] == "tandem-gpu"
+            assert each.spec["resources"]["claims"] == [{"name": claim["name"]}]
+            assert "nvidia.com/gpu" not in each.spec["resources"]["limits"]
+
+
+def test_the_smallest_overlay_with_a_gpu_asks_for_one() -> None:
+    gpus = [
+        each.workload["spec"]["replicas"] * int(each.spec["resources"]["limits"].get("nvidia.com/gpu", 0))
+        for each in containers(overlay("gpu"))
+    ]
+    assert sum(gpus) == 1
+
+
+@pytest.mark.parametrize("name", [name for name in OVERLAYS if name.startswith("gpu")])
+def test_a_pool_on_a_gpu_is_a_share_of_it(name: str) -> None:
+    pools = {
+        config.kv_memory
+        for each in containers(overlay(name))
+        for config in each.configs()
+        if isinstance(config, WorkerConfig)
+    }
+    # `tandem serve` shares out the whole of it by itself.
+    assert pools == ({None} if name in WHOLE_SERVERS else {Share(90.0)})
 
 
 def test_both_workers_of_a_whole_server_are_in_one_container_each_on_a_gpu_of_its_own() -> None:
@@ -283,9 +320,11 @@ def test_a_whole_server_registers_nobody_from_outside() -> None:
     assert not names & {"tandem-prefill", "tandem-decode", "tandem-worker"}
 
 
-@pytest.mark.parametrize("name", ["gpu-nccl", "gpu-nixl"])
-def test_ports_that_libraries_pick_come_from_the_range_that_the_policy_admits(name: str) -> None:
-    manifests = overlay(name)
+@pytest.mark.parametrize(("base", "components"), [("gpu-nixl", []), ("gpu-pools", ["peer-ports", "insecure"])], ids=str)
+def test_ports_that_libraries_pick_come_from_the_range_that_the_policy_admits(
+    tmp_path: Path, base: str, components: list[str]
+) -> None:
+    manifests = composed(tmp_path, f"overlays/{base}", components)
     policy = named(manifests, "NetworkPolicy", "tandem-peers")["spec"]
     ((picked,), (reached,)) = (policy[way][0]["ports"] for way in ("ingress", "egress"))
     workers = [each for each in containers(manifests) if isinstance(each.config(), WorkerConfig)]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import AsyncGenerator, Mapping
 from typing import Any
 
 from aiohttp import web
@@ -14,12 +14,11 @@ from router.faces.anthropic.request import Conversation, MessagesRequest
 from router.faces.openai.desk import ChoiceReader, Desk, outputs
 from router.faces.openai.errors import anthropic_error
 from router.faces.openai.reading import read_body
-from router.faces.openai.sse import EventStream, answer_whole
+from router.faces.openai.sse import Event, answer_stream, answer_whole
 from router.faces.openai.tools import new_call_id
 from router.faces.parsers.parts import CallArguments, CallBegan, Part, Reasoning, Text
 from router.request import CompletionRequest
 from shell.http.server import Call
-from tandem.errors import TandemError
 from tandem.types import FinishReason
 
 
@@ -74,22 +73,25 @@ class _Answer:
         return await answer_whole(call, self._running.request_id, body)
 
     async def stream(self, call: Call) -> web.StreamResponse:
-        stream = EventStream(call, self._running.request_id)
-        try:
-            async for output in outputs(self._running):
-                if not stream.begun:
-                    spent = {"input_tokens": len(self._running.prompt_token_ids), "output_tokens": 0}
-                    await stream.send_typed([{"type": "message_start", "message": {**self._message, "usage": spent}}])
-                for part in self._reader.read(output):
-                    await stream.send_typed(self._take(part))
-                if output.summary is not None:
-                    delta = {"type": "message_delta", "delta": self._end(output), "usage": self._usage(output)}
-                    await stream.send_typed([*self._close(), delta, {"type": "message_stop"}])
-        except TandemError as error:
-            if not stream.begun:
-                raise
-            await stream.send_typed([anthropic_error(error)])
-        return await stream.end()
+        return await answer_stream(
+            call, self._running.request_id, self._events(), lambda error: [anthropic_error(error)], named=True
+        )
+
+    async def _events(self) -> AsyncGenerator[Event, None]:
+        begins = True
+        async for output in outputs(self._running):
+            if begins:
+                spent = {"input_tokens": len(self._running.prompt_token_ids), "output_tokens": 0}
+                yield {"type": "message_start", "message": {**self._message, "usage": spent}}
+            begins = False
+            for part in self._reader.read(output):
+                for event in self._take(part):
+                    yield event
+            if output.summary is not None:
+                for event in self._close():
+                    yield event
+                yield {"type": "message_delta", "delta": self._end(output), "usage": self._usage(output)}
+                yield {"type": "message_stop"}
 
     def _take(self, part: Part) -> list[dict[str, Any]]:
         """Adds a part; returns its events."""

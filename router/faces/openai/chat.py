@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import AsyncGenerator, Sequence
 from typing import Any
 
 from aiohttp import web
@@ -16,12 +16,12 @@ from router.faces.openai.errors import openai_error
 from router.faces.openai.logprobs import LogprobsWriter
 from router.faces.openai.reading import read_body
 from router.faces.openai.sampling import SamplingFields, Uint32
-from router.faces.openai.sse import EventStream, answer_whole
+from router.faces.openai.sse import Event, answer_stream, answer_whole
 from router.faces.openai.tools import Tools, new_call_id, tool_choice
 from router.faces.parsers.parts import CallArguments, CallBegan, Reasoning, Text
 from router.request import CompletionRequest
 from shell.http.server import Call
-from tandem.errors import InvalidRequest, TandemError, UnsupportedOption
+from tandem.errors import InvalidRequest, UnsupportedOption
 from tandem.types import TokenLogprobs
 
 
@@ -119,27 +119,27 @@ class _Answer:
         return await answer_whole(call, self._running.request_id, body)
 
     async def stream(self, call: Call) -> web.StreamResponse:
-        stream = EventStream(call, self._running.request_id)
-        deltas = [_Deltas(reader, with_reasoning=self._request.include_reasoning) for reader in self._readers]
-        counted = [0] * len(deltas)
-        options = self._request.stream_options
-        try:
-            async for output in outputs(self._running):
-                counted[output.index] += len(output.token_ids)
-                await self._send(stream, output, deltas[output.index], sum(counted))
-                if output.summary is not None and options is not None and options.include_usage:
-                    await stream.send(self._chunk([], usage([output.summary])))
-        except TandemError as error:
-            if not stream.begun:
-                raise
-            await stream.send(openai_error(error))
-            return await stream.end()
-        return await stream.end(done=True)
+        return await answer_stream(
+            call, self._running.request_id, self._events(), lambda error: [openai_error(error)], named=False
+        )
 
-    async def _send(self, stream: EventStream, output: ChoiceOutput, deltas: _Deltas, num_tokens: int) -> None:
-        """Sends what an output adds, if that is anything."""
+    async def _events(self) -> AsyncGenerator[Event, None]:
+        deltas = [_Deltas(reader, with_reasoning=self._request.include_reasoning) for reader in self._readers]
+        num_tokens = 0
+        options = self._request.stream_options
+        async for output in outputs(self._running):
+            num_tokens += len(output.token_ids)
+            if (chunk := self._new_chunk(output, deltas[output.index], num_tokens)) is not None:
+                yield chunk
+            if output.summary is not None and options is not None and options.include_usage:
+                yield self._chunk([], usage([output.summary]))
+
+    def _new_chunk(self, output: ChoiceOutput, deltas: _Deltas, num_tokens: int) -> Event | None:
+        """Returns what an output adds; None = nothing. `num_tokens`: of all choices so far."""
         begins, delta = deltas.begins, deltas.read(output)
         ends = output.finish_reason is not None
+        if not (delta or ends or output.logprobs or output.prompt_logprobs or self._request.return_token_ids):
+            return None
         choice: dict[str, Any] = {"index": output.index, "delta": delta, "logprobs": None, "finish_reason": None}
         if output.logprobs:
             choice["logprobs"] = self._writer.chat(output.logprobs)
@@ -148,8 +148,6 @@ class _Answer:
             choice["stop_reason"] = output.matched_stop
         if self._request.return_token_ids:
             choice["token_ids"] = list(output.token_ids)
-        if not (delta or ends or output.logprobs or output.prompt_logprobs or self._request.return_token_ids):
-            return
         options, running = self._request.stream_options, None
         if options is not None and options.continuous_usage_stats:
             running = usage_so_far(len(self._running.prompt_token_ids), num_tokens)
@@ -158,7 +156,7 @@ class _Answer:
             chunk["prompt_logprobs"] = self._prompt_piece(output.prompt_logprobs, begins)
         if begins and self._request.return_token_ids:
             chunk["prompt_token_ids"] = list(self._running.prompt_token_ids)
-        await stream.send(chunk)
+        return chunk
 
     def _prompt_piece(self, logprobs: tuple[TokenLogprobs, ...], first: bool) -> list[Any]:
         written = self._writer.prompt(logprobs)

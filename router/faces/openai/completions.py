@@ -18,11 +18,11 @@ from router.faces.openai.errors import openai_error
 from router.faces.openai.logprobs import LogprobsWriter
 from router.faces.openai.reading import read_body
 from router.faces.openai.sampling import SamplingFields, StreamOptions, Uint32
-from router.faces.openai.sse import EventStream, answer_whole
+from router.faces.openai.sse import Event, answer_stream, answer_whole
 from router.metrics import Summary
 from router.request import Caller, CompletionRequest, TextPrompt, TokensPrompt
 from shell.http.server import Call
-from tandem.errors import InvalidRequest, TandemError, UnsupportedOption
+from tandem.errors import InvalidRequest, UnsupportedOption
 from tandem.types import TokenId, TokenLogprobs
 
 _DEFAULT_MAX_TOKENS = 16
@@ -155,46 +155,37 @@ class _Answer:
                 each = _Output(index, prompts[index], output)
                 choices.append(self._choice(each, _Written(), of_prompt[0].prompt_logprobs, echoed))
         summaries = [summary for each in found if (summary := each[-1].summary) is not None]
-        body = {
-            **self._head,
-            "choices": choices,
-            "usage": self._usage(summaries),
-        }
+        body = {**self._head, "choices": choices, "usage": self._usage(summaries)}
         return await answer_whole(call, self._id, body)
 
     async def stream(self, call: Call) -> web.StreamResponse:
-        stream = EventStream(call, self._id)
+        return await answer_stream(call, self._id, self._events(), lambda error: [openai_error(error)], named=False)
+
+    async def _events(self) -> AsyncGenerator[Event, None]:
         written: dict[int, _Written] = {}
         prompt_logprobs: list[list[TokenLogprobs]] = [[] for _ in self._wanted]
         summaries: list[Summary] = []
         options = self._request.stream_options or StreamOptions()
         num_prompt_tokens: dict[int, int] = {}
         num_tokens = 0
-        try:
-            async with aclosing(self._outputs()) as found:
-                async for each in found:
-                    output = each.output
-                    state = written.setdefault(self._position(each), _Written())
-                    prompt_logprobs[each.index] += output.prompt_logprobs
-                    if output.token_ids or output.finish_reason is not None:
-                        echoed = "" if state.begun else await self._echoed(each.index, each.prompt_token_ids)
-                        choices = [self._choice(each, state, prompt_logprobs[each.index], echoed)]
-                        num_prompt_tokens[each.index] = len(each.prompt_token_ids)
-                        num_tokens += len(output.token_ids)
-                        so_far: dict[str, Any] = {"usage": None} if options.include_usage else {}
-                        if options.continuous_usage_stats:
-                            so_far = {"usage": usage_so_far(sum(num_prompt_tokens.values()), num_tokens)}
-                        await stream.send({**self._head, "choices": choices, **so_far})
-                    if output.summary is not None:
-                        summaries.append(output.summary)
-            if options.include_usage:
-                await stream.send({**self._head, "choices": [], "usage": self._usage(summaries)})
-        except TandemError as error:
-            if not stream.begun:
-                raise
-            await stream.send(openai_error(error))
-            return await stream.end()
-        return await stream.end(done=True)
+        async with aclosing(self._outputs()) as found:
+            async for each in found:
+                output = each.output
+                state = written.setdefault(self._position(each), _Written())
+                prompt_logprobs[each.index] += output.prompt_logprobs
+                if output.token_ids or output.finish_reason is not None:
+                    echoed = "" if state.begun else await self._echoed(each.index, each.prompt_token_ids)
+                    choices = [self._choice(each, state, prompt_logprobs[each.index], echoed)]
+                    num_prompt_tokens[each.index] = len(each.prompt_token_ids)
+                    num_tokens += len(output.token_ids)
+                    so_far: dict[str, Any] = {"usage": None} if options.include_usage else {}
+                    if options.continuous_usage_stats:
+                        so_far = {"usage": usage_so_far(sum(num_prompt_tokens.values()), num_tokens)}
+                    yield {**self._head, "choices": choices, **so_far}
+                if output.summary is not None:
+                    summaries.append(output.summary)
+        if options.include_usage:
+            yield {**self._head, "choices": [], "usage": self._usage(summaries)}
 
     async def _outputs(self) -> AsyncGenerator[_Output, None]:
         """Yields outputs of all prompts as they come. What a slow caller does not read waits in the deliveries."""
@@ -250,11 +241,8 @@ class _Answer:
     ) -> dict[str, Any]:
         """`prompt_logprobs`: whole, if they are asked for."""
         output, request = each.output, self._request
-        text, token_ids, known = (
-            echoed + output.text,
-            list(output.token_ids),
-            list[TokenLogprobs | None](output.logprobs),
-        )
+        text, token_ids = echoed + output.text, list(output.token_ids)
+        known: list[TokenLogprobs | None] = list(output.logprobs)
         if self._prompt_only:
             text, token_ids, known = echoed, [], []
         choice: dict[str, Any] = {

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import secrets
 import time
-from collections.abc import Mapping
+from collections.abc import AsyncGenerator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,11 +15,11 @@ from aiohttp import web
 from router.choice_stream import ChoiceOutput
 from router.entrance import RunningRequest
 from router.faces.openai.conversation import FunctionCall, Message, ToolCall, chat_prompt
-from router.faces.openai.desk import Desk, outputs, usage
+from router.faces.openai.desk import ChoiceReader, Desk, outputs, usage
 from router.faces.openai.errors import openai_error
 from router.faces.openai.reading import read_body
 from router.faces.openai.sampling import JsonSchema, ResponseFormat, Uint32
-from router.faces.openai.sse import EventStream, answer_whole
+from router.faces.openai.sse import Event, answer_stream, answer_whole
 from router.faces.openai.tools import Tool, Tools, new_call_id, tool_choice
 from router.faces.parsers.parts import CallArguments, CallBegan, Part, Reasoning, Text
 from router.request import CompletionRequest
@@ -134,6 +134,8 @@ class ResponsesRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True)
         for name in (*lacking, "max_tool_calls", "top_logprobs"):
             if getattr(self, name):
                 raise UnsupportedOption(name, "is not there: each response is computed from its own input alone")
+        if self.reasoning is not None and (self.reasoning.summary or self.reasoning.generate_summary):
+            raise UnsupportedOption("reasoning.summary", "reasoning is told whole, not in summary")
         if self.text is not None and self.text.verbosity not in (None, "medium"):
             raise UnsupportedOption("text.verbosity", "no template knows it")
         if self.truncation not in (None, "disabled"):
@@ -197,21 +199,26 @@ async def respond(desk: Desk, call: Call) -> web.StreamResponse:
                 response.take(part)
             await response.count_reasoning(desk)
             return await answer_whole(call, running.request_id, response.closed(found))
-        stream = EventStream(call, running.request_id)
-        try:
-            async for output in outputs(running):
-                if not stream.begun:
-                    await stream.send_typed(response.begin())
-                for part in reader.read(output):
-                    await stream.send_typed(response.take(part))
-                if output.summary is not None:
-                    await response.count_reasoning(desk)
-                    await stream.send_typed(response.end(output))
-        except TandemError as error:
-            if not stream.begun:
-                raise
-            await stream.send_typed(response.failed(error))
-        return await stream.end()
+        events = _events(desk, running, reader, response)
+        return await answer_stream(call, running.request_id, events, response.failed, named=True)
+
+
+async def _events(
+    desk: Desk, running: RunningRequest, reader: ChoiceReader, response: _Response
+) -> AsyncGenerator[Event, None]:
+    begins = True
+    async for output in outputs(running):
+        if begins:
+            for event in response.begin():
+                yield event
+        begins = False
+        for part in reader.read(output):
+            for event in response.take(part):
+                yield event
+        if output.summary is not None:
+            await response.count_reasoning(desk)
+            for event in response.end(output):
+                yield event
 
 
 @dataclass(frozen=True, slots=True)

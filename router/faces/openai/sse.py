@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import AsyncGenerator, Callable, Iterable, Mapping
+from contextlib import aclosing
 from typing import Any
 
 import msgspec
@@ -10,40 +11,47 @@ from aiohttp import web
 
 from router.faces.openai.desk import REQUEST_ID
 from shell.http.server import Call, write
+from tandem.errors import TandemError
+
+Event = Mapping[str, Any]
 
 _HEADERS = {"Content-Type": "text/event-stream; charset=utf-8", "Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 _PIECE_BYTES = 64 * 1024
 _encode = msgspec.json.Encoder().encode
 
 
-class EventStream:
-    """Begins with its first event: an error before it still becomes a status."""
+async def answer_stream(
+    call: Call,
+    request_id: str,
+    events: AsyncGenerator[Event, None],
+    failed: Callable[[TandemError], Iterable[Event]],
+    *,
+    named: bool,
+) -> web.StreamResponse:
+    """Answers with `events`, and with those of `failed` in the place of the rest if an error comes among them.
 
-    def __init__(self, call: Call, request_id: str) -> None:
-        self._request = call.request
-        self._response = web.StreamResponse(headers={**_HEADERS, REQUEST_ID: request_id})
+    `named`: each event bears its `type` as its name; else `[DONE]` ends the stream. Raises the error that comes before
+    the first event, which still becomes a status, and ConnectionError once the caller is gone, or does not read.
+    """
+    response = web.StreamResponse(headers={**_HEADERS, REQUEST_ID: request_id})
 
-    @property
-    def begun(self) -> bool:
-        """Whether anything was sent."""
-        return self._response.prepared
+    async def send(event: Event) -> None:
+        name = b"event: %b\n" % event["type"].encode() if named else b""
+        await write(call.request, response, b"%bdata: %b\n\n" % (name, _encode(event)))
 
-    async def send(self, data: Mapping[str, Any], event: str | None = None) -> None:
-        """Sends an event. Raises ConnectionError once the caller is gone, or does not read."""
-        name = b"" if event is None else b"event: %b\n" % event.encode()
-        await write(self._request, self._response, b"%bdata: %b\n\n" % (name, _encode(data)))
-
-    async def send_typed(self, events: Iterable[Mapping[str, Any]]) -> None:
-        """Sends events that are named by their `type`."""
-        for event in events:
-            await self.send(event, event["type"])
-
-    async def end(self, *, done: bool = False) -> web.StreamResponse:
-        """Ends the stream; `done` with OpenAI's word for it."""
-        if done:
-            await write(self._request, self._response, b"data: [DONE]\n\n")
-        await write(self._request, self._response, None)
-        return self._response
+    async with aclosing(events):
+        try:
+            async for event in events:
+                await send(event)
+            if not named:
+                await write(call.request, response, b"data: [DONE]\n\n")
+        except TandemError as error:
+            if not response.prepared:
+                raise
+            for event in failed(error):
+                await send(event)
+    await write(call.request, response, None)
+    return response
 
 
 async def answer_whole(call: Call, request_id: str, body: Mapping[str, Any]) -> web.StreamResponse:

@@ -102,7 +102,7 @@ class Tools:
         return {"json_schema": json.dumps(calls)}
 
     def parser(self, answers: AnswerFormat, prompt_end: str) -> AnswerParser:
-        """Returns the parser of one choice's text. Raises UnsupportedOption if the model has no known form of calls."""
+        """Returns the parser of one choice's text."""
         if self.choice is Choice.REQUIRED:
             return ForcedCalls() if self.only is None else ForcedCall(self.only)
         return answers.parser(prompt_end, self.by_name if self.choice is Choice.AUTO else {})

@@ -28,7 +28,7 @@ class _Calls:
     take: Callable[[Source, str, Tools], Steps[None]]
     """Takes what is behind an opening mark."""
     marks: tuple[str, ...]
-    """All that may be special tokens."""
+    """Marks of calls that the tokenizer may have as special tokens."""
     opening: Marks
     opening_at_start: Marks = NO_MARKS
     """Marks that open a call only where the answer proper begins."""

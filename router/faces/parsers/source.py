@@ -35,7 +35,7 @@ class Source:
     def __init__(self) -> None:
         self._text = ""
         self._at = 0
-        """What is before is taken."""
+        """Number of characters of `_text` that steps have taken."""
         self._is_ended = False
         self._held: list[str] = []
         self._num_held_chars = 0

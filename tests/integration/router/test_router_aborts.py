@@ -59,10 +59,10 @@ class Tokenizing:
     def detokenizer(self, *args: Any, **kwargs: Any) -> Any:
         return self._tokenization.detokenizer(*args, **kwargs)
 
-    async def encode_text(self, *args: Any) -> Any:
+    async def encode_text(self, *args: Any, **options: Any) -> Any:
         self.has_begun.set()
         await self.goes_on.wait()
-        return await self._tokenization.encode_text(*args)
+        return await self._tokenization.encode_text(*args, **options)
 
 
 @pytest.fixture

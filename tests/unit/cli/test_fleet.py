@@ -1,6 +1,7 @@
 import argparse
 import asyncio
 import socket
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -170,6 +171,13 @@ def test_claims_of_all_workers_on_host_memory_must_fit_together() -> None:
         check_host_memory(config, on_cpu, 8999)
     check_host_memory(config, on_gpu, 6000)  # the pools are not in host memory
     check_host_memory(serve("--no-prefix-cache", "--host-cache-memory", "2000"), fleet_devices(serve(), ()), 0)
+
+
+def test_shares_of_host_memory_must_fit_together() -> None:
+    for share, fits in (("50%", True), ("60%", False)):
+        config = serve("--workers", "2", "--kv-memory", share)
+        with nullcontext() if fits else pytest.raises(ConfigError, match="--kv-memory: 2 workers claim 10800 bytes"):
+            check_host_memory(config, fleet_devices(config, ()), 9000)
 
 
 @pytest.mark.parametrize("local", ["0", "128"])

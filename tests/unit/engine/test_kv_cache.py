@@ -29,6 +29,7 @@ from kernels.quantized_kv import kv_scales
 from shell.config import WorkerConfig
 from tandem.errors import ConfigError
 from tandem.kv_layout import DType, KvLayout, QuantDType
+from tandem.option_values import Share
 
 CPU = torch.device("cpu")
 LAYOUT = KvLayout(num_layers=2, num_kv_heads=3, block_size=4, head_dim=8, dtype=DType.BFLOAT16)
@@ -130,14 +131,28 @@ def test_memory_that_is_not_there_is_a_matter_of_configuration() -> None:
 
 
 def test_a_size_in_bytes_is_kept_to_and_the_default_is_what_contexts_need_within_a_modest_share() -> None:
-    assert blocks_that_fit(WorkerConfig(kv_memory_bytes=10 * LAYOUT.block_bytes + 1), LAYOUT, CPU, max_tokens=1) == 10
+    assert blocks_that_fit(WorkerConfig(kv_memory=10 * LAYOUT.block_bytes + 1), LAYOUT, CPU, max_tokens=1) == 10
     with pytest.raises(ConfigError, match="--kv-memory"):
-        blocks_that_fit(WorkerConfig(kv_memory_bytes=LAYOUT.block_bytes - 1), LAYOUT, CPU, max_tokens=1)
+        blocks_that_fit(WorkerConfig(kv_memory=LAYOUT.block_bytes - 1), LAYOUT, CPU, max_tokens=1)
 
     assert blocks_that_fit(WorkerConfig(), LAYOUT, CPU, max_tokens=30) == 8
     layout = KvLayout(80, 64, 16, 128, DType.FLOAT32)
     num_blocks = blocks_that_fit(WorkerConfig(), layout, CPU, max_tokens=10**9)
     assert num_blocks * layout.block_bytes <= min(4 * GIB, available_memory_bytes(CPU))
+
+
+def test_a_share_is_of_what_is_free_less_what_steps_need_and_no_more_than_contexts_need(tmp_path: Path) -> None:
+    root = make_root(tmp_path, None)  # 5,120,000 bytes
+
+    def blocks(share: float, max_tokens: int = 10**9, step_bytes: int = 0) -> int:
+        config = WorkerConfig(kv_memory=Share(share))
+        return blocks_that_fit(config, LAYOUT, CPU, max_tokens, root, step_bytes=step_bytes)
+
+    assert blocks(50.0) == 2_560_000 // LAYOUT.block_bytes
+    assert blocks(50.0, step_bytes=560_000) == 2_000_000 // LAYOUT.block_bytes
+    assert blocks(50.0, max_tokens=30) == LAYOUT.blocks_for(30)
+    with pytest.raises(ConfigError, match="--kv-memory"):
+        blocks(1.0, step_bytes=51_200)
 
 
 @pytest.mark.parametrize(

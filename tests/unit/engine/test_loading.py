@@ -140,7 +140,7 @@ async def test_over_quantized_kv_tokens_do_not_depend_on_blocks_and_chunks(
 def test_quantized_kv_leaves_room_for_more_blocks(options: WorkerConfig) -> None:
     sizes = []
     for kv_dtype in ("auto", "int8"):
-        engine = load_engine(replace(options, dtype="bfloat16", kv_memory_bytes=100_000, kv_dtype=kv_dtype))
+        engine = load_engine(replace(options, dtype="bfloat16", kv_memory=100_000, kv_dtype=kv_dtype))
         sizes.append(engine.pool.num_blocks)
         engine.close()
     assert sizes[1] == 100_000 // (16 * 2 * 2 * 2 * (8 + 4))
@@ -192,9 +192,9 @@ def test_a_small_pool_bounds_the_longest_sequence(options: WorkerConfig) -> None
 @pytest.mark.parametrize(
     ("changes", "option"),
     [
-        ({"kv_blocks": 4, "kv_memory_bytes": 4096}, "--kv-blocks"),
+        ({"kv_blocks": 4, "kv_memory": 4096}, "--kv-blocks"),
         ({"kv_blocks": 1 << 50}, "--kv-memory"),
-        ({"kv_memory_bytes": 1}, "--kv-memory"),
+        ({"kv_memory": 1}, "--kv-memory"),
         ({"device": "tpu"}, "--device"),
         ({"device": "meta"}, "--device"),
         ({"device": "cuda:99"}, "--device"),

@@ -19,7 +19,7 @@ from shell.config import (
 )
 from shell.removed_options import REMOVED
 from tandem.errors import ConfigError
-from tandem.option_values import SizedFolder
+from tandem.option_values import Share, SizedFolder
 from tandem.options import options_of
 
 COMMANDS: list[type[Any]] = [RouterConfig, PrefillConfig, DecodeConfig, ServeConfig, ClientConfig]
@@ -40,10 +40,11 @@ def test_argv_wins_over_environment_and_environment_over_default() -> None:
 @pytest.mark.parametrize(
     ("cls", "argv", "field", "value"),
     [
-        (DecodeConfig, ["--kv-memory", "2GiB"], "kv_memory_bytes", 2 * 1024**3),
-        (DecodeConfig, ["--kv-memory", "1.5k"], "kv_memory_bytes", 1500),
-        (DecodeConfig, ["--kv-memory", "512MB"], "kv_memory_bytes", 512_000_000),
-        (DecodeConfig, ["--kv-memory", "4096"], "kv_memory_bytes", 4096),
+        (DecodeConfig, ["--kv-memory", "2GiB"], "kv_memory", 2 * 1024**3),
+        (DecodeConfig, ["--kv-memory", "1.5k"], "kv_memory", 1500),
+        (DecodeConfig, ["--kv-memory", "512MB"], "kv_memory", 512_000_000),
+        (DecodeConfig, ["--kv-memory", "4096"], "kv_memory", 4096),
+        (DecodeConfig, ["--kv-memory", "90%"], "kv_memory", Share(90.0)),
         (DecodeConfig, ["--kv-blocks", "auto"], "kv_blocks", None),
         (DecodeConfig, ["--local-prefill-tokens", "unlimited"], "local_prefill_tokens", None),
         (DecodeConfig, ["--local-prefill-tokens", "128"], "local_prefill_tokens", 128),
@@ -62,7 +63,7 @@ def test_a_value_is_read_from_argv(cls: type[Any], argv: list[str], field: str, 
 @pytest.mark.parametrize(
     ("variable", "text", "field", "value"),
     [
-        ("TANDEM_KV_MEMORY", "1MiB", "kv_memory_bytes", 1024**2),
+        ("TANDEM_KV_MEMORY", "1MiB", "kv_memory", 1024**2),
         ("TANDEM_ROUTER", "a:1,b:2", "router", ("a:1", "b:2")),
         ("TANDEM_PREFIX_CACHE", "false", "prefix_cache", False),
         ("TANDEM_KV_EVENTS", "tcp://*:5557,ipc:///run/replay", "kv_events", ("tcp://*:5557", "ipc:///run/replay")),
@@ -81,6 +82,8 @@ def test_a_value_is_read_from_the_environment(variable: str, text: str, field: s
         ("--block-size", "1e9"),
         ("--kv-memory", "-1"),
         ("--kv-memory", "2 parsecs"),
+        ("--kv-memory", "101%"),
+        ("--kv-memory", "%"),
         ("--kv-blocks", "0"),
         ("--drain-grace-seconds", "nan"),
         ("--drain-grace-seconds", "-1"),
@@ -170,7 +173,7 @@ def test_every_option_has_help_and_a_field_of_its_own(cls: type[Any]) -> None:
         assert option.help
     flags = argparse.ArgumentParser()
     add_arguments(flags, cls)
-    assert "%" not in flags.format_help()
+    assert "%(" not in flags.format_help()  # nothing that argparse should have filled in
 
 
 def test_serve_shares_options_between_its_processes() -> None:

@@ -32,7 +32,7 @@ def test_values_are_taken_as_they_are_written(file: Path) -> None:
         "model: 007\nprefix-cache: false\nkv-memory: 2GiB\nrouter: [a:1, b:2]\nworker-id: off\nthreads: auto\n"
     )
     config = read(DecodeConfig, file)
-    assert (config.model, config.prefix_cache, config.kv_memory_bytes) == ("007", False, 2 * 1024**3)
+    assert (config.model, config.prefix_cache, config.kv_memory) == ("007", False, 2 * 1024**3)
     assert (config.router, config.worker_id, config.threads) == (("a:1", "b:2"), "off", None)
 
 
