@@ -45,7 +45,7 @@ arm64: install
 	$(BIN)/python -m pip install -q --disable-pip-version-check $(ZIG)
 	PATH="$(CURDIR)/$(BIN):$$PATH" bash .ci/arm64.sh
 
-## wheels    dist/, ready for PyPI, for x86-64 and arm64: built by GCC and Zig on x86-64, tried in an empty environment; 8 minutes
+## wheels    dist/, ready for PyPI, for x86-64 and arm64: built by GCC and Zig on x86-64, tried in an empty environment; 7 minutes
 .PHONY: wheels
 wheels: install
 	$(BIN)/python -m pip install -q --disable-pip-version-check $(ZIG) auditwheel==6.8.2 build==1.6.1 \
