@@ -261,7 +261,8 @@ def _joined(arrays: Sequence[Ints]) -> Ints:
 class TokenMasks:
     """Which tokens may be drawn, for M of a step's draws."""
 
-    draws: tuple[int, ...]
+    draws: torch.Tensor
+    """`[M]` int64: their numbers."""
     words: torch.Tensor
     """`[M, W]` int32 on a GPU, which unpacks them; on a CPU `[M, W * 32]` float32, 0 or -inf."""
 
@@ -273,21 +274,22 @@ class TokenMasks:
         draws, given = zip(*masks, strict=True)
         if len({mask.shape for mask in given}) > 1:
             raise InternalError(f"token masks of {sorted({mask.shape for mask in given})} words in one step")
-        words = np.stack(given)  # [M, W]
+        words, numbers = np.stack(given), np.array(draws, dtype=np.int64)  # [M, W], [M]
         if device.type == "cpu":
             bits = np.unpackbits(words.astype("<u4").view(np.uint8), axis=1, bitorder="little")  # [M, W * 32]
-            return cls(draws, torch.from_numpy(np.where(bits, np.float32(0), np.float32(-np.inf))))
-        return cls(draws, upload((words.view(np.int32),), device)[0])
+            return cls(*upload((numbers, np.where(bits, np.float32(0), np.float32(-np.inf))), device))
+        return cls(*upload((numbers, words.view(np.int32)), device))
 
     def apply(self, logits: torch.Tensor) -> None:
         """-inf for every other token in the draws' rows of `logits` `[D, V]` float32. Raises InternalError by width."""
-        losses = self.words  # [M, W * 32] in the end
-        if losses.dtype == torch.int32:
-            shifts = torch.arange(_MASK_WORD_BITS, dtype=torch.int32, device=losses.device)
-            bits = (losses[:, :, None] >> shifts) & 1  # [M, W, 32]
-            losses = torch.where(bits.view(len(self.draws), -1) > 0, 0.0, -torch.inf)
-        vocab_size = logits.shape[1]
-        if not 0 <= losses.shape[1] - vocab_size < _MASK_WORD_BITS:
-            raise InternalError(f"token masks of {losses.shape[1]} bits for a vocabulary of {vocab_size}")
-        for number, loss in zip(self.draws, losses, strict=True):
+        is_packed, vocab_size = self.words.dtype == torch.int32, logits.shape[1]
+        num_bits = self.words.shape[1] * (_MASK_WORD_BITS if is_packed else 1)
+        if not 0 <= num_bits - vocab_size < _MASK_WORD_BITS:
+            raise InternalError(f"token masks of {num_bits} bits for a vocabulary of {vocab_size}")
+        if is_packed:  # on a GPU a few launches serve all draws
+            shifts = torch.arange(_MASK_WORD_BITS, dtype=torch.int32, device=logits.device)
+            bits = ((self.words[:, :, None] >> shifts) & 1).flatten(1)  # [M, W * 32]
+            logits.index_add_(0, self.draws, torch.where(bits[:, :vocab_size] > 0, 0.0, -torch.inf))
+            return
+        for number, loss in zip(self.draws.tolist(), self.words, strict=True):
             logits[number].add_(loss[:vocab_size])

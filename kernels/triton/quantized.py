@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import torch
 import triton
 
-from kernels.quantized import QuantForm, QuantizedWeight, unpack_int4
+from kernels.quantized import HALF_BYTES, QuantForm, QuantizedWeight, unpack_int4
 from kernels.spec import Dims
 from kernels.triton.configs import arch_of, family_of
 from kernels.triton.quantized_kernels import (
@@ -31,7 +31,7 @@ from kernels.triton.quantized_kernels import (
 from kernels.triton.variant import POINTERS, Variant, launch_options
 
 _WIDTHS = (128, 64, 32, 16)
-"""Bytes of a row in a tile, and inputs of one product; INT4 has two."""
+"""Bytes of a row in a tile, and inputs of one product; forms of 4 bits have two."""
 _MOST_SPLITS = 8
 _LEAST_STEPS = 4
 """Tiles of inputs that a split has at least."""
@@ -48,13 +48,16 @@ _DEQUANTIZED = 1024
 """Bytes of a row that a program dequantises."""
 _PAIRED_AT_ONCE = 1 << 24
 """Bytes."""
-_VALUES = {QuantForm.INT8: "*i8", QuantForm.INT4: "*u8", QuantForm.FP8: "*i8"}
-_CODES = {QuantForm.INT8: 0, QuantForm.INT4: 1, QuantForm.FP8: 2}
+_EXPONENT_BIAS = 127
+CODES = {QuantForm.INT8: 0, QuantForm.INT4: 1, QuantForm.FP8: 2, QuantForm.FP4: 3}
 """What the kernel calls a form."""
+_MXFP4_GROUP = 32
 
 
 def can_keep(weight: QuantizedWeight) -> bool:
     """Whether the kernel takes the sizes of `weight`."""
+    if weight.form is QuantForm.FP4:
+        return _pair(weight) % _WIDTHS[-1] == 0
     return weight.group % (32 if weight.form is QuantForm.INT4 else 16) == 0
 
 
@@ -90,55 +93,89 @@ _WIDE_TILES = (
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class QuantizedLinear:
-    """A weight in its form, with its bias `[out]`; `can_keep` has said yes."""
+class HeldWeight:
+    """A weight as the kernels read it; `can_keep` has said yes."""
 
     values: torch.Tensor
-    """`[out, in]`, FP8 as int8, as not every device that Triton compiles for has the type; INT4 as of `_paired`."""
+    """`[out, in]`, FP8 as int8, as not every device that Triton compiles for has the type; 4 bits as of `_paired`."""
     scales: torch.Tensor
+    """float32, or uint8 that are exponents (e8m0) where those of FP4 are powers of 2."""
     offsets: torch.Tensor | None
     """None if there are none; of INT4 besides the 8 that kernels take from each value."""
-    bias: torch.Tensor | None
     form: QuantForm
     num_inputs: int
     group: int
     pair: int
-    """Inputs from the one in the low half of a byte of INT4 to that in the high half; other forms do not ask."""
+    """Inputs from the one in the low half of a byte to that in the high half; 0 of forms of 8 bits."""
     dtype: torch.dtype
 
     @classmethod
-    def of(cls, weight: QuantizedWeight, bias: torch.Tensor | None) -> QuantizedLinear:
+    def of(cls, weight: QuantizedWeight) -> HeldWeight:
         """For a weight that `can_keep` takes."""
-        values, offsets, pair = weight.values.view(torch.int8), weight.offsets, 0
+        scales, offsets, pair = weight.scales, weight.offsets, _pair(weight) if weight.form in HALF_BYTES else 0
+        values = _paired(weight.values, pair) if pair else weight.values.view(torch.int8)
         if weight.form is QuantForm.INT4:
-            pair = _pair(weight)
-            values = _paired(weight.values, pair)
-            offsets = None if weight.is_symmetric else 8 * weight.scales + (0 if offsets is None else offsets)
-        sizes = weight.num_inputs, weight.group, pair
-        return cls(values, weight.scales, offsets, bias, weight.form, *sizes, weight.dtype)
+            offsets = None if weight.is_symmetric else 8 * scales + (0 if offsets is None else offsets)
+        if weight.form is QuantForm.FP4:
+            scales = _exponents(scales)
+        return cls(values, scales, offsets, weight.form, weight.num_inputs, weight.group, pair, weight.dtype)
+
+    def check(self, x: torch.Tensor) -> None:
+        """Raises InternalError, by name, if `x` is not `[T, in]` of the weight's dtype, on its device."""
+        Dims(**{"in": self.num_inputs}).check("x", x, ("T", "in"), self.dtype, self.values.device)
+
+    def operands(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Returns `x`, its sums by group and the weight, as the kernel takes them."""
+        return x, self._group_sums(x), self.values, *self.tables()
+
+    def _group_sums(self, x: torch.Tensor) -> torch.Tensor:
+        """`[T, in / group]` float32, what offsets are multiplied with; scales stand for it where there are none."""
+        if self.offsets is None:
+            return self.scales
+        sums = torch.empty(len(x), self.scales.shape[1], device=x.device)
+        sizes = x.stride(0), self.scales.shape[1], self.group
+        sum_groups_kernel[tuple(sums.shape)](x, sums, *sizes, BLOCK=_SUMMED, **launch_options(1))
+        return sums
+
+    def tables(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Scales and offsets; scales twice where there are none."""
+        return self.scales, self.scales if self.offsets is None else self.offsets
+
+    def meaning(self) -> dict[str, int | bool]:
+        """Compile-time arguments that say what a value means."""
+        return {"FORM": CODES[self.form], "HAS_OFFSETS": self.offsets is not None, "PAIR": self.pair}
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class QuantizedLinear:
+    """A weight in its form, with its bias `[out]`."""
+
+    weight: HeldWeight
+    bias: torch.Tensor | None
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """X `[T, in]`, any stride over T → `[T, out]`."""
-        num_outputs, row_bytes = self.values.shape
-        Dims(**{"in": self.num_inputs}).check("x", x, ("T", "in"), self.dtype, self.values.device)
+        weight = self.weight
+        weight.check(x)
+        num_outputs, row_bytes = weight.values.shape
         out = torch.empty(len(x), num_outputs, dtype=x.dtype, device=x.device)
         if not out.numel():
             return out
         if len(x) > _MULTIPLIED_PLAIN:
             return torch.nn.functional.linear(x, self._dequantized(), self.bias)
-        tiles = _tiles(x.dtype, arch_of(x.device))
-        sizes = next(each for each in tiles if len(x) <= each.most_tokens)
-        tile = _constants(sizes, self.form, self.group, self.num_inputs, self.pair)
+        sizes = next(each for each in tiles_of(x.dtype, arch_of(x.device)) if len(x) <= each.most_tokens)
+        tile = constants(sizes, weight.form, weight.group, weight.num_inputs, weight.pair)
         num_splits, split_bytes = _splits(sizes, num_outputs, row_bytes, tile["WIDTH"])
         parts = out if num_splits == 1 else x.new_empty((num_splits, *out.shape), dtype=torch.float32)
         has_bias = self.bias is not None
         bias = out if self.bias is None else self.bias
         blocks = triton.cdiv(num_outputs, sizes.block_outputs), triton.cdiv(len(x), sizes.block_tokens)
         quantized_linear_kernel[(*blocks, num_splits)](
-            *(x, self._group_sums(x), self.values, *self._tables(), bias, parts),
-            *(len(x), num_outputs, row_bytes, x.stride(0), self.scales.shape[1], split_bytes),
-            **self._form(),
+            *(*weight.operands(x), bias, parts, weight.scales),
+            *(len(x), num_outputs, row_bytes, x.stride(0), weight.scales.shape[1], split_bytes, 0),
+            **weight.meaning(),
             HAS_BIAS=has_bias and num_splits == 1,
+            EXPERTS=0,
             **tile,
             **launch_options(sizes.num_warps, sizes.num_stages),
         )
@@ -151,31 +188,15 @@ class QuantizedLinear:
             )
         return out
 
-    def _group_sums(self, x: torch.Tensor) -> torch.Tensor:
-        """`[T, in / group]` float32, what offsets are multiplied with; scales stand for it where there are none."""
-        if self.offsets is None:
-            return self.scales
-        sums = self.scales.new_empty(len(x), self.scales.shape[1])
-        sizes = x.stride(0), self.scales.shape[1], self.group
-        sum_groups_kernel[tuple(sums.shape)](x, sums, *sizes, BLOCK=_SUMMED, **launch_options(1))
-        return sums
-
-    def _tables(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Scales and offsets; scales twice where there are none."""
-        return self.scales, self.scales if self.offsets is None else self.offsets
-
-    def _form(self) -> dict[str, int | bool]:
-        """Compile-time arguments that say what a value means."""
-        return {"FORM": _CODES[self.form], "HAS_OFFSETS": self.offsets is not None, "PAIR": self.pair}
-
     def _dequantized(self) -> torch.Tensor:
         """The weight `[out, in]`, each element rounded once to the activations' dtype."""
-        num_outputs, row_bytes = self.values.shape
-        plain = torch.empty(num_outputs, self.num_inputs, dtype=self.dtype, device=self.values.device)
+        weight = self.weight
+        num_outputs, row_bytes = weight.values.shape
+        plain = torch.empty(num_outputs, weight.num_inputs, dtype=weight.dtype, device=weight.values.device)
         dequantize_kernel[(num_outputs, triton.cdiv(row_bytes, _DEQUANTIZED))](
-            *(self.values, *self._tables(), plain),
-            *(row_bytes, self.scales.shape[1], self.group),
-            **self._form(),
+            *(weight.values, *weight.tables(), plain),
+            *(row_bytes, weight.scales.shape[1], weight.group),
+            **weight.meaning(),
             BLOCK=_DEQUANTIZED,
             **launch_options(_WHOLE_WARPS),
         )
@@ -189,7 +210,7 @@ def _pair(weight: QuantizedWeight) -> int:
 
 
 def _paired(values: torch.Tensor, pair: int) -> torch.Tensor:
-    """INT4 values `[out, in / 2]` with inputs i and i + `pair` in a byte instead of i and i + 1.
+    """Values of 4 bits `[out, in / 2]` with inputs i and i + `pair` in a byte instead of i and i + 1.
 
     So those in the low halves of a few bytes meet activations that lie one after the other.
     """
@@ -201,15 +222,24 @@ def _paired(values: torch.Tensor, pair: int) -> torch.Tensor:
     return paired
 
 
-def _tiles(dtype: torch.dtype, arch: int) -> tuple[TokenTile, ...]:
+def _exponents(scales: torch.Tensor) -> torch.Tensor:
+    """Scales as e8m0 where they are powers of 2, of which the least, 2 ** -127, counts as 0; else as they are."""
+    mantissas, exponents = torch.frexp(scales)
+    codes = exponents + (_EXPONENT_BIAS - 1)
+    is_exact = (mantissas == 0.5).all() and codes.min() >= 0
+    return codes.to(torch.uint8) if is_exact else scales
+
+
+def tiles_of(dtype: torch.dtype, arch: int) -> tuple[TokenTile, ...]:
+    """Tiles of products, by the most tokens that each is for."""
     if dtype is torch.float32:
         return _WIDE_TILES
     return _TILES if family_of(arch) == "sm90" else _TILES_BY_WARP
 
 
-def _constants(sizes: TokenTile, form: QuantForm, group: int, num_inputs: int, pair: int) -> dict[str, int | bool]:
+def constants(sizes: TokenTile, form: QuantForm, group: int, num_inputs: int, pair: int) -> dict[str, int | bool]:
     """Compile-time arguments that say how a product is cut."""
-    run = pair if form is QuantForm.INT4 else group
+    run = pair or group
     return {
         "GROUP": 0 if group == num_inputs else group,
         "BLOCK_TOKENS": sizes.block_tokens,
@@ -226,38 +256,58 @@ def _splits(sizes: TokenTile, num_outputs: int, row_bytes: int, width: int) -> t
     return triton.cdiv(num_steps, steps), steps * width
 
 
+FORMS = (
+    (QuantForm.INT8, 4096, False),
+    (QuantForm.INT8, 16, True),
+    (QuantForm.INT4, 128, True),
+    (QuantForm.INT4, 32, False),
+    (QuantForm.FP8, 4096, False),
+    (QuantForm.FP8, 128, False),
+    (QuantForm.FP4, 32, False),
+    (QuantForm.FP4, 16, False),
+)
+"""Form, group and whether there are offsets: what is built ahead of time."""
+
+
+def types_of(form: QuantForm, group: int, dtype: torch.dtype) -> dict[str, str]:
+    """Types of arguments by name, for activations of `dtype`; FP4 by 32 has exponents for scales, as MXFP4."""
+    tables = "*u8" if form is QuantForm.FP4 and group == _MXFP4_GROUP else "*fp32"
+    return {
+        **dict.fromkeys(("x", "bias", "out"), POINTERS[dtype]),
+        **dict.fromkeys(("sums", "scales", "offsets", "ends"), tables),
+        "values": "*u8" if form in HALF_BYTES else "*i8",
+    }
+
+
 def compile_variants(arch: int) -> Iterator[Variant]:
     """Each form in each tile."""
     for dtype in (torch.bfloat16, torch.float32):
-        for form, group, has_offsets in (
-            (QuantForm.INT8, 4096, False),
-            (QuantForm.INT8, 16, True),
-            (QuantForm.INT4, 128, True),
-            (QuantForm.INT4, 32, False),
-            (QuantForm.FP8, 4096, False),
-            (QuantForm.FP8, 128, False),
-        ):
-            pair = group if form is QuantForm.INT4 else 0
-            flags = {"FORM": _CODES[form], "HAS_OFFSETS": has_offsets, "PAIR": pair}
-            types = {**dict.fromkeys(("x", "bias", "out"), POINTERS[dtype]), "values": _VALUES[form]}
+        for form, group, has_offsets in FORMS:
+            pair = group if form in HALF_BYTES else 0
+            flags = {"FORM": CODES[form], "HAS_OFFSETS": has_offsets, "PAIR": pair}
+            types = types_of(form, group, dtype)
             label = f"{POINTERS[dtype][1:]} {form} by {group}"
-            for sizes in _tiles(dtype, arch):
-                constexprs = {**flags, **_constants(sizes, form, group, 4096, pair)}
+            for sizes in tiles_of(dtype, arch):
+                constexprs = {**flags, **constants(sizes, form, group, 4096, pair), "EXPERTS": 0}
                 name = f"{label} T={sizes.most_tokens}"
                 for parts in dict.fromkeys((POINTERS[dtype], "*fp32" if sizes.wanted_programs else POINTERS[dtype])):
                     is_whole = parts == POINTERS[dtype]
-                    yield _variant(
+                    yield variant(
                         quantized_linear_kernel,
                         {**types, "out": parts},
                         {**constexprs, "HAS_BIAS": is_whole},
                         (sizes.num_warps, sizes.num_stages),
                         name if is_whole else f"{name} shared",
                     )
-            yield _variant(
+            yield variant(
                 dequantize_kernel, types, {**flags, "BLOCK": _DEQUANTIZED}, (_WHOLE_WARPS, 1), f"{label} plain"
             )
-        yield _variant(
-            sum_groups_kernel, {"x": POINTERS[dtype]}, {"BLOCK": _SUMMED}, (1, 1), f"{POINTERS[dtype][1:]} group sums"
+        yield variant(
+            sum_groups_kernel,
+            {"x": POINTERS[dtype], "sums": "*fp32"},
+            {"BLOCK": _SUMMED},
+            (1, 1),
+            f"{POINTERS[dtype][1:]} group sums",
         )
         yield Variant(
             kernel=add_splits_kernel,
@@ -269,13 +319,13 @@ def compile_variants(arch: int) -> Iterator[Variant]:
         )
 
 
-def _variant(
+def variant(
     kernel: Any, types: Mapping[str, str], constexprs: Mapping[str, int | bool], options: tuple[int, int], label: str
 ) -> Variant:
-    """`options`: warps and stages."""
+    """A compilation for usual sizes; `options`: warps and stages."""
     return Variant(
         kernel=kernel,
-        signature={**types, **dict.fromkeys(("sums", "scales", "offsets"), "*fp32")},
+        signature=types,
         constexprs=constexprs,
         num_warps=options[0],
         num_stages=options[1],

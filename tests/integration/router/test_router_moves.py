@@ -61,6 +61,7 @@ async def test_it_moves_on_as_often_as_its_worker_drains(cluster: Any) -> None:
         new.pause_at(old.offsets[0] + 2)
         old.offer_all()
         await cluster.until(lambda new=new: new.offsets == [new._pause_at])
+        await cluster.until(lambda old=old: old.idle)  # released: the router knows that the hand-off is done
         await old.die()
         old = new
     old.let_go()

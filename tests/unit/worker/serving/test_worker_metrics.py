@@ -22,6 +22,7 @@ from shell.telemetry.events import (
     StepEnded,
     Transferred,
     TransferStarted,
+    TransportBarred,
     WorkerEvents,
 )
 from shell.telemetry.metric import Process
@@ -121,6 +122,11 @@ def test_graphs_that_were_refused_show_and_so_do_the_steps_that_the_others_serve
     decode.metrics.add_reader(lambda: graph_readings(graphs))
     assert decode.samples("tandem_cuda_graphs") == {("captured",): 88, ("refused",): 3}
     assert decode.value("tandem_cuda_graph_steps_total") == 41
+
+
+def test_transports_that_were_given_up_are_counted_by_name(prefill: Scene) -> None:
+    prefill.events.emit(TransportBarred("cuda_ipc"))
+    assert prefill.samples("tandem_transports_barred_total") == {("cuda_ipc",): 1}
 
 
 def test_each_choice_that_is_not_resumed_draws_a_first_token(prefill: Scene) -> None:
