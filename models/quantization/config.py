@@ -112,7 +112,10 @@ def _read_compressed(section: ConfigJson) -> Quantization:
 
 
 def _read_modelopt(section: ConfigJson) -> Quantization:
-    schemes: dict[str, Scheme] = {"FP8": ScaledScheme(), "NVFP4": Nvfp4Scheme("weight", "weight_scale_2", divides=False)}
+    schemes: dict[str, Scheme] = {
+        "FP8": ScaledScheme(),
+        "NVFP4": Nvfp4Scheme("weight", "weight_scale_2", divides=False),
+    }
     algorithm = section.text("quant_algo", "")
     if algorithm not in schemes:
         raise section.error("quant_algo", f"{algorithm!r} is not read ({', '.join(schemes)}): {REMEDY}")
