@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.claims import as_markdown as claims_table
-from bench.host_cost import as_markdown as host_cost_table
+from bench.host_cost import as_markdown as host_costs
 from bench.http_face import as_markdown as http_table
 from bench.peers.contenders import LLAMA, OURS, OURS_INT4, OURS_INT8, TRANSFORMERS, VLLM
 from bench.peers.servers import AUTO, COLOCATED, DISAGGREGATED, VLLM_SERVER
@@ -32,10 +32,6 @@ CLASSES = {"amx": "CPU with AMX", "avx512_bf16": "CPU with AVX-512 BF16", "avx2"
 SHAPES = ("135m", "0.6b", "moe")
 SYSTEMS = ("engine", "shm", "tcp", "colocated")
 _MISSING = "–"
-_HOST_COST = (
-    "One elastic worker with an 8B model's steps on an H200, by the least time of a step with prompts: tokens/s · p95 "
-    "gap of a request, median and 99th percentile, ms. Simulated, not measured.\n"
-)
 _PLACE = re.compile(r"(<!-- figures: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 _EXACT = re.compile(r"(\S+) +(\w+) +block +(\d+) chunk +(\d+) +(\d+)/(\d+) prompts equal")
 _DYNAMO: Mapping[tuple[str, str], tuple[str, str]] = {
@@ -76,8 +72,11 @@ def performance(records: Mapping[str, Record]) -> str:
         parts.append(f"{_taken(record)}\n")
     if "host-cost" in records:
         record = records["host-cost"]
-        parts += ["## The host's time beside prompts, simulated (`python -m bench.host_cost`)\n", _HOST_COST]
-        parts += [host_cost_table(record["results"]), f"{_taken(record)}\n"]
+        parts += [
+            "## The host's time beside prompts, simulated\n",
+            host_costs(record["results"]),
+            _taken(record) + "\n",
+        ]
     if "transfer" in records:
         parts += ["## Hand-offs between two processes\n", _transfers(records["transfer"]["results"])]
         parts.append(f"{_taken(records['transfer'])}\n")
