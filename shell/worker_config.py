@@ -165,7 +165,7 @@ class WorkerConfig(ProcessConfig):
     )
     device_workers: int = _internal(
         "device-workers",
-        2,
+        1,
         "workers that share this one's GPU, itself included: by default each takes its part of the memory",
         integer(1, 128),
     )
