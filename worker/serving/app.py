@@ -32,7 +32,7 @@ from shell.clock import MonotonicClock
 from shell.config import WorkerConfig
 from shell.progress import show_in_log
 from shell.rpc.process import StopSignal, run_process
-from shell.telemetry.events import ProcessEvents, WorkerEvents
+from shell.telemetry.events import ProcessEvents, TransportBarred, WorkerEvents
 from shell.telemetry.logging import configure_logging
 from shell.telemetry.loop_lag import LoopLag
 from shell.telemetry.metric import Process
@@ -47,7 +47,7 @@ from worker.core import Worker
 from worker.ports import WorkerParts
 from worker.serving.cache_reports import CacheListeners, CacheReports
 from worker.serving.kv_events import KvEvents
-from worker.serving.metrics import WorkerMetrics, cache_readings, load_readings, wait_readings
+from worker.serving.metrics import WorkerMetrics, cache_readings, graph_readings, load_readings, wait_readings
 from worker.serving.process import WorkerProcess
 from worker.serving.spans import SequenceSpans
 
@@ -125,6 +125,8 @@ class Foundation:
         engine = await stop.unless_stopped(partial(load_engine, self.config, role))
         try:
             self.checkpoint.read.check()
+            if (graphs := engine.graphs) is not None:
+                self.metrics.add_reader(lambda: graph_readings(graphs))
             yield engine
         finally:
             engine.close()
@@ -145,6 +147,7 @@ class Foundation:
             self.clock,
             self.config.transport,
             tls=self.security.outgoing.tls,
+            on_barred=lambda transport: self.events.emit(TransportBarred(transport)),
         )
 
     def parts(self, engine: Engine, guides: Guides) -> WorkerParts:

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 
 from engine.cache_counters import CacheCounters
+from engine.graphs import StepGraphs
 from kvtransfer.base import SenderGaveUp
 from shell.clock import Clock
 from shell.telemetry import events
@@ -26,6 +27,7 @@ class WorkerMetrics:
         self.wait_s = metrics.histogram(names.SEQUENCE_WAIT)
         self.transfers = metrics.counter(names.TRANSFERS)
         self.transfer_failures = metrics.counter(names.TRANSFER_FAILURES)
+        self.transports_barred = metrics.counter(names.TRANSPORTS_BARRED)
         self.sent_s = metrics.histogram(names.TRANSFER_SECONDS, "sent")
         self.received_s = metrics.histogram(names.TRANSFER_SECONDS, "received")
         self.transfer_sizes = metrics.histogram(names.TRANSFER_SIZE)
@@ -52,6 +54,8 @@ class WorkerMetrics:
                 self._step_tokens.observe(num_prefill_tokens + num_decode_seqs)
                 self._computed_tokens.add(num_prefill_tokens)
                 self.sampled_tokens.add(num_decode_seqs)
+            case events.TransportBarred(transport):
+                self.transports_barred.add(1, transport)
         return None
 
     def _read(self) -> Iterator[Reading]:
@@ -130,6 +134,13 @@ def cache_readings(counters: CacheCounters) -> Iterator[Reading]:
     yield Reading(names.PREFIX_CACHE_STORED, counters.disk_stored_blocks, ("disk",))
     yield Reading(names.PREFIX_CACHE_LOADED, counters.disk_loaded_blocks, ("disk",))
     yield Reading(names.PREFIX_CACHE_FAILED, counters.disk_failed_blocks, ("disk",))
+
+
+def graph_readings(graphs: StepGraphs) -> Iterator[Reading]:
+    """What a worker captured, and how often that served, as metrics."""
+    yield Reading(names.CUDA_GRAPHS, graphs.num_captured, ("captured",))
+    yield Reading(names.CUDA_GRAPHS, graphs.num_refused, ("refused",))
+    yield Reading(names.CUDA_GRAPH_STEPS, graphs.num_steps)
 
 
 def load_readings(role: Role, load: WorkerLoad) -> Iterator[Reading]:
