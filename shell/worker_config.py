@@ -143,6 +143,12 @@ class WorkerConfig(ProcessConfig):
         one_of("int8", "int4", "fp8"),
         none_word="none",
     )
+    activations: str = _model(
+        "activations",
+        "auto",
+        "as what long prompts meet FP8 weights on a GPU; auto: fp8 if the checkpoint was made for it, else plain",
+        one_of("auto", "plain", "fp8"),
+    )
     kv_dtype: str = _memory(
         "kv-dtype", "auto", "as what KV is stored; auto: as it is computed", one_of("auto", "int8", "fp8")
     )
@@ -165,7 +171,7 @@ class WorkerConfig(ProcessConfig):
     )
     device_workers: int = _internal(
         "device-workers",
-        2,
+        1,
         "workers that share this one's GPU, itself included: by default each takes its part of the memory",
         integer(1, 128),
     )
