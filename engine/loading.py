@@ -223,7 +223,8 @@ def load(config: WorkerConfig, device: torch.device, kernels: Kernels) -> Loaded
     """Returns the model with its weights on `device`, rounded as the options say."""
     form = None if config.quantize is None else QuantForm(config.quantize)
     path = resolve_model(config.model)
-    return load_model(path, config.dtype, device, kernels, form, config.model_impl, config.context_tokens)
+    how = config.model_impl, config.context_tokens, config.activations
+    return load_model(path, config.dtype, device, kernels, form, *how)
 
 
 def keep_freed_memory() -> bool:

@@ -143,6 +143,12 @@ class WorkerConfig(ProcessConfig):
         one_of("int8", "int4", "fp8"),
         none_word="none",
     )
+    activations: str = _model(
+        "activations",
+        "auto",
+        "as what long prompts meet FP8 weights on a GPU; auto: fp8 if the checkpoint was made for it, else plain",
+        one_of("auto", "plain", "fp8"),
+    )
     kv_dtype: str = _memory(
         "kv-dtype", "auto", "as what KV is stored; auto: as it is computed", one_of("auto", "int8", "fp8")
     )
@@ -271,8 +277,8 @@ class DecodeConfig(WorkerConfig):
     overlap_steps: str = _internal(
         "overlap-steps",
         "auto",
-        "auto = plan and launch the next decode step shortly before the one that computes should end; off = once it "
-        "has ended",
+        "auto = plan and launch the next step shortly before the one that computes should end, on a CPU if neither has "
+        "prompts; off = once it has ended",
         one_of("auto", "off"),
     )
 

@@ -4,9 +4,8 @@
                 scale[o, g] * (sum over i in g of x[t, i] * value[o, i]) + offset[o, g] * (sum over i in g of x[t, i])
 
 A program computes a tile of tokens and outputs, over all inputs or a share of them, which depends on the weight's sizes
-and on the tile, never on other tokens. Sums are float32, rounded once, after the bias. Activations are not rounded:
-`torch._scaled_mm`, the other way to multiply FP8, would take them in 8 bits. Long prompts multiply the weight
-dequantised, each element of it rounded once.
+and on the tile, never on other tokens. Sums are float32, rounded once, after the bias. Activations are not rounded
+(`kernels.triton.rounding` does so). Long prompts multiply the weight dequantised, each element of it rounded once.
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ _SUMMED = 128
 """Inputs that a program adds up at a time."""
 _ADDED = 1024
 """Elements that a program adds up over splits."""
-_MULTIPLIED_PLAIN = 256
+MULTIPLIED_PLAIN = 256
 """With more tokens than that, a weight is dequantised as a whole first: on an H200 both take as long at 256
 (bench/LOG.md)."""
 _DEQUANTIZED = 1024
@@ -80,14 +79,14 @@ _TILES = (
     TokenTile(16, 16, 64, 128, 2, 3, 512),
     TokenTile(32, 32, 64, 128, 2, 3, 512),
     TokenTile(64, 64, 64, 128, 4, 3, 256),
-    TokenTile(_MULTIPLIED_PLAIN, 128, 64, 64, 4, 3, 256),
+    TokenTile(MULTIPLIED_PLAIN, 128, 64, 64, 4, 3, 256),
 )
 """Tiles of products in 16 bits, as a sweep on an H100 found them (bench/LOG.md)."""
 _TILES_BY_WARP = (*_TILES[:-1], _TILES[-1]._replace(num_warps=8))
 """Where four warps do not multiply together, as they do on sm_90: their registers do not hold the largest tile."""
 _WIDE_TILES = (
     TokenTile(16, 16, 64, 16, 4, 3, 1024),
-    TokenTile(_MULTIPLIED_PLAIN, 32, 64, 16, 4, 3, 0),
+    TokenTile(MULTIPLIED_PLAIN, 32, 64, 16, 4, 3, 0),
 )
 """Tiles of products in float32, which need more registers."""
 
@@ -161,7 +160,7 @@ class QuantizedLinear:
         out = torch.empty(len(x), num_outputs, dtype=x.dtype, device=x.device)
         if not out.numel():
             return out
-        if len(x) > _MULTIPLIED_PLAIN:
+        if len(x) > MULTIPLIED_PLAIN:
             return torch.nn.functional.linear(x, self._dequantized(), self.bias)
         sizes = next(each for each in tiles_of(x.dtype, arch_of(x.device)) if len(x) <= each.most_tokens)
         tile = constants(sizes, weight.form, weight.group, weight.num_inputs, weight.pair)
