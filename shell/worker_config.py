@@ -277,8 +277,8 @@ class DecodeConfig(WorkerConfig):
     overlap_steps: str = _internal(
         "overlap-steps",
         "auto",
-        "auto = plan and launch the next decode step shortly before the one that computes should end; off = once it "
-        "has ended",
+        "auto = plan and launch the next step shortly before the one that computes should end, on a CPU if neither has "
+        "prompts; off = once it has ended",
         one_of("auto", "off"),
     )
 

@@ -188,6 +188,12 @@ class ChunkBudget:
         nearest = min(self._decode_s, key=lambda each: (abs(each - size), each), default=size)
         return self._decode_s.get(nearest, 0.0)
 
+    def expected_s(self, num_decodes: int, num_prompt_tokens: int) -> float:
+        """Returns the time of a step with prompt tokens, as far as it is known."""
+        per_s = self._prompts.per_s
+        prompt_s = num_prompt_tokens / per_s if per_s else 0.0
+        return (self.decode_step_s(num_decodes) + self._fixed.seconds if num_decodes else 0.0) + prompt_s
+
     # --- what the worker reports ---
 
     def prompt_tokens_per_s(self, num_decodes: int, wait_ratio: float) -> float:
