@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import json
+import os
 import random
 import sys
 import tempfile
@@ -85,12 +86,16 @@ def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m bench.vllm_loads", description=__doc__)
     parser.add_argument("--shape", default="8b", choices=PEER_SHAPES)
     shape = parser.parse_args(arguments).shape
+    os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+    told = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # all processes of vLLM log to standard output
     loads, vocab_size = loads_of(shape), PEER_SHAPES[shape].sizes["vocab_size"]
     with tempfile.TemporaryDirectory() as folder:
         engine = engine_of(shape, folder)
         run_load(engine, loads[0], vocab_size)
         figures = [run_load(engine, load, vocab_size) for load in loads]
-    print(json.dumps({"vllm": importlib.import_module("vllm").__version__, "loads": figures}))
+    with told:
+        json.dump({"vllm": importlib.import_module("vllm").__version__, "loads": figures}, told)
     return 0
 
 
