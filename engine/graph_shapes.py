@@ -18,6 +18,8 @@ from engine.upload import Array
 
 MAX_CAPTURED_SEQS = 512
 """Decodes of larger batches compute long enough to hide their launches."""
+PROMPTS_BESIDE = 16
+"""Prompts for other workers in a step with a full batch, beyond its seats: with more the step is not captured."""
 FLASH_RUNG = 1024
 """Largest rung of a worker that computes prompts alone with FlashAttention: no graph holds its kernels, which gain more
 than launches cost beyond it."""
@@ -86,10 +88,9 @@ class GraphLadder:
     bounds: tuple[int, ...]
 
     @classmethod
-    def of(cls, decode_seqs: int, rung_tokens: int, max_seqs: int, max_seq_len: int) -> GraphLadder:
-        """`decode_seqs`: largest batch of decodes, 0 = none; `rung_tokens`: most tokens of other steps."""
-        # Two at least, since one seq cannot have one token and several.
-        seqs = max(2, max_seqs)
+    def of(cls, decode_seqs: int, rung_tokens: int, rung_seqs: int, max_seq_len: int) -> GraphLadder:
+        """`decode_seqs`: largest batch of decodes, 0 = none; the others: most tokens and seqs of other steps."""
+        seqs = max(2, rung_seqs)  # since one seq cannot have one token and several
         return cls(batch_sizes(decode_seqs), token_rungs(rung_tokens), seqs, context_bounds(max_seq_len))
 
     def within(self, max_seq_len: int) -> GraphLadder:

@@ -121,25 +121,29 @@ class StepGraphs:
                     self._work(shape)()
 
     def capture(self, capturer: CudaCapturer) -> None:
-        """Records every shape. Those that do not fit into memory are left to ordinary steps, like all if one breaks."""
-        started_s = time.monotonic()
+        """Records every shape. Those that do not fit into memory are left to ordinary steps, like all decodes, or all
+        rungs, if one of them breaks.
+        """
+        started_s, broken = time.monotonic(), set[bool]()
         with torch.inference_mode():
             for shape in track(self._shapes, "capturing steps as CUDA graphs"):
+                if shape.is_decode in broken:
+                    continue
                 try:
                     self._graphs[shape] = capturer.capture(self._work(shape))
                 except RuntimeError as error:
                     if _is_out_of_memory(error):
                         self._why_not = "the others did not fit into memory beside the KV pool"
                         continue
-                    self._graphs.clear()  # a kernel that cannot be recorded: slower, not wrong
+                    broken.add(shape.is_decode)  # a kernel that cannot be recorded: slower, not wrong
                     self._why_not = f"a kernel cannot be captured: {error}"
                     _log.warning("steps run without CUDA graphs", shape=shape, error=str(error))
-                    return
+        self._graphs = {shape: graph for shape, graph in self._graphs.items() if shape.is_decode not in broken}
         self._rungs = sorted((each for each in self._graphs if not each.is_decode), key=lambda each: each.num_tokens)
         _log.info(
             "CUDA graphs captured",
             graphs=self.num_captured,
-            refused_for_memory=self.num_refused,
+            refused=self.num_refused,
             largest_batch=self._largest_batch,
             most_tokens=max(self.rungs, default=0),
             context_bounds=self._ladder.bounds,

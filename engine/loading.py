@@ -20,7 +20,7 @@ from engine.block_pool import BlockPool
 from engine.chunking import ChunkTokens, EngineSizes
 from engine.disk_tier import DiskTier
 from engine.engine_thread import EngineThread
-from engine.graph_shapes import FLASH_RUNG, MAX_CAPTURED_SEQS, GraphLadder
+from engine.graph_shapes import FLASH_RUNG, MAX_CAPTURED_SEQS, PROMPTS_BESIDE, GraphLadder
 from engine.graphs import CAPTURABLE, CudaCapturer, StepGraphs
 from engine.host_tier import HostTier
 from engine.kv_cache import KvCache
@@ -290,7 +290,8 @@ def ladder_of(
     rung_tokens = largest.chunk_tokens
     if role.prefills_only and kernels_name == "flash_attn":
         rung_tokens = min(rung_tokens, FLASH_RUNG)
-    return GraphLadder.of(decode_seqs, rung_tokens, largest.max_seqs, largest.context_tokens)
+    rung_seqs = largest.max_seqs + (0 if role.prefills_only else PROMPTS_BESIDE)
+    return GraphLadder.of(decode_seqs, rung_tokens, rung_seqs, largest.context_tokens)
 
 
 def _captured(ladder: GraphLadder, model: LoadedModel, kv_cache: KvCache) -> StepGraphs:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Container
 
 import torch
 
@@ -10,12 +10,12 @@ from kernels.operations import LinearMap
 
 
 class CallAgain:
-    """A capturer for a CPU: the first `refuses` captures find no memory, or the second one breaks."""
+    """A capturer for a CPU: the first `refuses` captures find no memory, and those `broken`, by number, break."""
 
     num_bytes = 0
 
     def __init__(
-        self, refuses: int = 0, *, broken: bool = False, says: type[RuntimeError] = torch.OutOfMemoryError
+        self, refuses: int = 0, *, broken: Container[int] = (), says: type[RuntimeError] = torch.OutOfMemoryError
     ) -> None:
         self.num_captured = self.num_replayed = self._num_asked = 0
         self._refuses = refuses
@@ -24,7 +24,7 @@ class CallAgain:
 
     def capture(self, work: Callable[[], None]) -> Replay:
         self._num_asked += 1
-        if self._broken and self._num_asked > 1:
+        if self._num_asked in self._broken:
             raise RuntimeError("operation not permitted when stream is capturing")
         if self._num_asked <= self._refuses:
             raise self._says("CUDA error: out of memory")

@@ -298,10 +298,19 @@ def test_the_largest_shapes_are_refused_first_where_memory_is_short(
 def test_kernels_that_cannot_be_captured_are_no_reason_to_stop(
     model: LoadedModel, caches: tuple[KvCache, KvCache]
 ) -> None:
-    graphs = captured(model, caches[0], CallAgain(broken=True))
+    graphs = captured(model, caches[0], CallAgain(broken=range(100)))
     assert batch_of(seqs_of(3), graphs).graph is None
     assert (graphs.num_captured, graphs.rungs, graphs.decision(None).value) == (0, (), "none")
     assert "not permitted" in graphs.decision(512).why
+
+
+def test_decodes_are_captured_though_a_kernel_of_prompts_cannot_be(
+    model: LoadedModel, caches: tuple[KvCache, KvCache]
+) -> None:
+    graphs = captured(model, caches[0], CallAgain(broken=(2,)))  # the second largest rung
+    assert (graphs.num_captured, graphs.num_refused, graphs.rungs) == (NUM_SHAPES - 3, 3, ())
+    assert batch_of(seqs_of(8, query_len=3), graphs).graph is None
+    assert batch_of(seqs_of(3), graphs).graph is not None
 
 
 def test_the_runner_takes_the_same_tokens_from_either(model: LoadedModel, caches: tuple[KvCache, KvCache]) -> None:
