@@ -122,7 +122,7 @@ class StepGraphs:
         return steps
 
     def rehearse(self) -> None:
-        """Computes the largest shapes without seqs: what they take of memory shows."""
+        """Computes the largest shapes without seqs, so that the memory profile sees their workspaces."""
         with torch.inference_mode():
             for is_decode in (False, True):
                 for shape in [each for each in self._shapes if each.is_decode == is_decode][:1]:

@@ -93,7 +93,7 @@ class Flash2:
         return block_size % PAGE_MULTIPLE == 0
 
     def computes(self, head_dim: int, params: AttentionParams) -> bool:
-        """Whether it computes such heads."""
+        """Whether the package computes such heads."""
         return head_dim <= MAX_HEAD_DIM and head_dim % HEAD_DIM_MULTIPLE == 0 and params.sinks is None
 
     def fresh(
@@ -298,7 +298,7 @@ def obstacle(device: torch.device, dtype: torch.dtype) -> str | None:
 
 @dataclass(frozen=True, slots=True)
 class _Package:
-    """A package: `wanted` are by function the arguments that it must take."""
+    """A package; `wanted` names by function the arguments that are needed."""
 
     name: str
     module: str
@@ -332,7 +332,7 @@ def _find(device: torch.device) -> tuple[_Package, Flash2] | str:
 
 
 def _module(package: _Package) -> ModuleType | str:
-    """The module, or why it is of no use."""
+    """The module, or why the package cannot be used."""
     try:
         module = importlib.import_module(package.module)
         for function, arguments in package.wanted.items():

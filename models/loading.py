@@ -325,7 +325,7 @@ class _DecoderBuilder:
         return self._among(ExpertWeights(gate_up, down, config), router, shared)
 
     def _among(self, weights: ExpertWeights, router: Router, shared: SharedExpert | None = None) -> MixtureOfExperts:
-        """The experts in one map where the kernels group them."""
+        """The experts, as a grouped map where the kernels have that."""
         grouped = weights.grouped(self._operations)
         if grouped is not None:
             return MixtureOfExperts(RoutedExperts(router, grouped), shared)
