@@ -36,6 +36,7 @@ from shell.telemetry.events import ProcessEvents, TransportBarred, WorkerEvents
 from shell.telemetry.logging import configure_logging
 from shell.telemetry.loop_lag import LoopLag
 from shell.telemetry.metric import Process
+from shell.telemetry.metric_names import CUDA_GRAPH_STEPS, CUDA_GRAPHS
 from shell.telemetry.metrics import Metrics
 from shell.telemetry.otlp import exporting_metrics, tracing
 from tandem.decision import Decision
@@ -125,8 +126,7 @@ class Foundation:
         engine = await stop.unless_stopped(partial(load_engine, self.config, role))
         try:
             self.checkpoint.read.check()
-            if (graphs := engine.graphs) is not None:
-                self.metrics.add_reader(lambda: graph_readings(graphs))
+            self.metrics.add_reader(partial(graph_readings, engine.graphs), CUDA_GRAPHS, CUDA_GRAPH_STEPS)
             yield engine
         finally:
             engine.close()

@@ -136,8 +136,10 @@ def cache_readings(counters: CacheCounters) -> Iterator[Reading]:
     yield Reading(names.PREFIX_CACHE_FAILED, counters.disk_failed_blocks, ("disk",))
 
 
-def graph_readings(graphs: StepGraphs) -> Iterator[Reading]:
-    """What a worker captured, and how often that served, as metrics."""
+def graph_readings(graphs: StepGraphs | None) -> Iterator[Reading]:
+    """What a worker captured, and how often that served, as metrics; None = steps are not captured."""
+    if graphs is None:
+        return
     yield Reading(names.CUDA_GRAPHS, graphs.num_captured, ("captured",))
     yield Reading(names.CUDA_GRAPHS, graphs.num_refused, ("refused",))
     for (num_tokens, is_decode), count in graphs.num_steps.items():
