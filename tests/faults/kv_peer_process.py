@@ -51,7 +51,7 @@ class _HalfLane:
         self._pipe = pipe
         self.name = lane.name
         self.close, self.closed = lane.close, lane.closed
-        self.reserve = lane.reserve
+        self.reserve, self.piece_bytes = lane.reserve, lane.piece_bytes
         self._go = threading.Event()
         self.release = self._go.set
 

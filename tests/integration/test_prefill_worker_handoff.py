@@ -76,6 +76,7 @@ class CountedEngine:
 
     def __init__(self, engine: Engine) -> None:
         self._thread = engine.thread
+        self.is_asynchronous = engine.thread.is_asynchronous
         self.num_steps = 0
         self.arrivals = Arrivals()
 
