@@ -98,7 +98,7 @@ class Engine:
     decisions: tuple[Decision, ...] = ()
     """What loading chose by itself."""
     graphs: StepGraphs | None = None
-    """None where steps are not captured."""
+    """Captured steps; None = this engine captures no steps."""
 
     @property
     def pool(self) -> BlockPool:

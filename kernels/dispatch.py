@@ -46,9 +46,9 @@ class BackendStatus:
 
 @dataclass(frozen=True, slots=True)
 class _Entry:
-    """One set: `obstacle` returns why it cannot run on a device with a dtype, or None; `describe` what it is.
+    """A set of kernels. `obstacle` returns why the set cannot run on a device with a dtype, or None; `describe`, its name.
 
-    `doubt` returns why it runs on a device only where it is asked for by name, or None.
+    `doubt` returns why `auto` passes over the set on a device where the set can run, or None.
     """
 
     name: str

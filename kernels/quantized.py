@@ -120,7 +120,7 @@ class QuantizedWeight:
         return grouped.view(self.num_outputs, -1).to(dtype)
 
     def as_int8(self) -> QuantizedWeight:
-        """The same weight, to the bit, of a form of integers or FP4, with a byte per value."""
+        """Returns an equal weight, to the bit, in INT8; `form` is INT8, INT4 or FP4."""
         if self.form is QuantForm.INT4:
             return replace(self, form=QuantForm.INT8, values=unpack_int4(self.values).to(torch.int8))
         if self.form is QuantForm.FP4:

@@ -53,7 +53,7 @@ class ExpertWeights:
         return cls(form_of(into), form_of(out), config, gate_up[1][:, order].contiguous(), down[1])
 
     def grouped(self, operations: Operations) -> GroupedExperts | None:
-        """One map for gates and ups and one for downs, or None where `operations` do not group such weights."""
+        """Returns a map of gates and ups and a map of downs; None where `operations` do not group such weights."""
         num_experts = self.config.num_experts
         gate_up = operations.grouped_linear(self.gate_up, self.gate_up_bias, num_experts)
         down = operations.grouped_linear(self.down, self.down_bias, num_experts)

@@ -63,7 +63,7 @@ class SeparateExperts:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class GroupedExperts:
-    """All in two products, for GPUs: the host does not learn which expert got which rows."""
+    """Experts in two products, for GPUs: the host does not learn which expert got which rows."""
 
     gate_up: GroupedMap  # [X, 2 * I, E]
     down: GroupedMap  # [X, E, I]

@@ -93,7 +93,7 @@ def pip_volumes() -> Iterator[list[str]]:
 
 
 def pip_settings(listed: str) -> dict[str, str]:
-    """What `pip config list` printed, by option: an environment variable wins over a file."""
+    """Returns the settings that `pip config list` prints, by option; an environment variable wins over a file."""
     found: dict[str, dict[str, str]] = {}
     for line in listed.splitlines():
         name, _, value = line.partition("=")

@@ -31,7 +31,7 @@ def rendered(folder: Path, given: dict[str, Any], namespace: str = "tandem") -> 
 
 
 def notes(folder: Path, given: dict[str, Any], namespace: str = "tandem") -> str:
-    """What `helm install` says when it is done."""
+    """Returns the text that `helm install` prints at its end."""
     return _rendered(folder, given, namespace, CHART / "templates/NOTES.txt")
 
 

@@ -13,17 +13,9 @@ pytest.importorskip("triton")
 
 from kernels.triton.grouped import GroupedLinear
 from kernels.triton.operations import TritonOperations
-from tests.kernels.test_triton_quantized import ROUNDING, make
+from tests.kernels.test_triton_quantized import FORMS, ROUNDING, make
 
 OUTPUTS, INPUTS = 72, 192
-FORMS = [
-    (QuantForm.INT8, 192, False),
-    (QuantForm.INT8, 16, True),
-    (QuantForm.INT4, 32, True),
-    (QuantForm.FP8, 64, False),
-    (QuantForm.FP4, 32, False),
-    (QuantForm.FP4, 16, False),
-]
 
 
 def check(form, group, counts, dtype, device, *, offsets=False):

@@ -47,21 +47,24 @@ def assert_multiplies(weight: QuantizedWeight, x: torch.Tensor, bias: torch.Tens
     assert ((got.double() - want).abs() <= ROUNDING[x.dtype] * want.abs() + (of_size + 2**-17) * size).all()
 
 
+FORMS = [
+    (QuantForm.INT8, 192, False),
+    (QuantForm.INT8, 16, True),
+    (QuantForm.INT4, 32, True),
+    (QuantForm.INT4, 64, False),
+    (QuantForm.FP8, 64, False),
+    (QuantForm.FP4, 32, False),
+    (QuantForm.FP4, 16, False),
+]
+"""Form, group and whether there are offsets, of weights with 192 inputs."""
+
+
 def products():
     """Each form in each dtype, with one token and with several.
 
     Interpreted, which takes long, with one of the two, so that each form and each dtype meets both.
     """
-    forms = [
-        (QuantForm.INT8, 192, False),
-        (QuantForm.INT8, 16, True),
-        (QuantForm.INT4, 32, True),
-        (QuantForm.INT4, 64, False),
-        (QuantForm.FP8, 64, False),
-        (QuantForm.FP4, 32, False),
-        (QuantForm.FP4, 16, False),
-    ]
-    for place, (dtype, form) in enumerate(itertools.product(ROUNDING, forms)):
+    for place, (dtype, form) in enumerate(itertools.product(ROUNDING, FORMS)):
         for tokens in (1, 19) if torch.cuda.is_available() else ((1, 19)[place % 2],):
             yield *form, dtype, tokens
 

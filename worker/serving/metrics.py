@@ -137,7 +137,7 @@ def cache_readings(counters: CacheCounters) -> Iterator[Reading]:
 
 
 def graph_readings(graphs: StepGraphs | None) -> Iterator[Reading]:
-    """What a worker captured, and how often that served, as metrics; None = steps are not captured."""
+    """Returns counts of captured shapes and of the steps that graphs served; `graphs` None = steps are not captured."""
     if graphs is None:
         return
     yield Reading(names.CUDA_GRAPHS, graphs.num_captured, ("captured",))
