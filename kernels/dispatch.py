@@ -46,9 +46,10 @@ class BackendStatus:
 
 @dataclass(frozen=True, slots=True)
 class _Entry:
-    """A set of kernels. `obstacle` returns why the set cannot run on a device with a dtype, or None; `describe`, its name.
+    """A set of kernels; `describe` names the set.
 
-    `doubt` returns why `auto` passes over the set on a device where the set can run, or None.
+    `obstacle` returns why the set cannot run on a device with a dtype, or None. `doubt` returns why `auto` passes over
+    the set on a device where the set can run, or None.
     """
 
     name: str
