@@ -27,9 +27,9 @@ import uvloop
 from engine.kv_cache import KvCache
 from engine.memory import MIN_RING_ROWS
 from kvtransfer.base import BlockRef, DeviceMemory, Fingerprints, PoolMemory
-from kvtransfer.handoff import PIECE_BYTES
 from kvtransfer.receiver import KvReceiver
 from kvtransfer.sender import KvSender
+from kvtransfer.transport import PIECE_BYTES
 from kvtransfer.transports import CUDA_IPC, usable
 from shell.clock import MonotonicClock
 from tandem.errors import TransferError

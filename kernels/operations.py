@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, ClassVar, Protocol
 
 import torch
 from torch.nn import functional as F
@@ -17,6 +17,7 @@ from torch.nn import functional as F
 from kernels.attention import AttentionBackend
 from kernels.gate_products import gate_product
 from kernels.gates import Activation, Gate
+from kernels.grouped import GroupedMap
 from kernels.quantized import QuantizedWeight
 from kernels.sampling import RowMaximum, Sampler
 from tandem.decision import Decision
@@ -143,6 +144,18 @@ class Operations(Protocol):
         Two operations, so gate and up are rounded too, unless a set has one.
         """
         return ActivatedLinear(self.linear(weight, bias), gate_product(gate, self.silu_mul))
+
+    groups_experts: ClassVar[bool] = False
+    """Whether `grouped_linear` makes maps at all; a layer's experts are put one below the other for it."""
+
+    def grouped_linear(
+        self, weight: torch.Tensor | QuantizedWeight, bias: torch.Tensor | None, num_experts: int
+    ) -> GroupedMap | None:
+        """Returns one map of the weights of X experts, one below the other: `[X * out, in]`, `bias` `[X, out]`.
+
+        None where one map after the other is to multiply them.
+        """
+        return None
 
     def experts(
         self,

@@ -88,8 +88,8 @@ class QuantizedWeight:
         offsets = None if self.offsets is None else self.offsets.to(device)
         return replace(self, values=self.values.to(device), scales=self.scales.to(device), offsets=offsets)
 
-    def rows(self, index: torch.Tensor) -> QuantizedWeight:
-        """The outputs `index` `[n]`, in its order."""
+    def rows(self, index: torch.Tensor | slice) -> QuantizedWeight:
+        """The outputs `index` `[n]`, in its order; of a slice views."""
         offsets = None if self.offsets is None else self.offsets[index]
         return replace(self, values=self.values[index], scales=self.scales[index], offsets=offsets)
 

@@ -19,6 +19,9 @@ from tandem.types import BlockId
 ANSWERS_WITHIN_S = 10.0
 """Copies and digests of one WRITE take milliseconds; a device that takes longer hangs."""
 
+_FIRST = -1
+"""The stream's priority: a digest of microseconds, for which a hand-off waits, goes before thread blocks of a step."""
+
 T = TypeVar("T")
 
 
@@ -29,7 +32,7 @@ class DeviceWork(LaneThread):
         """Borrows the pool's `blocks`, `[N, block_bytes]` uint8."""
         super().__init__("kv-device", last)
         self._blocks = blocks
-        self._stream = torch.cuda.Stream(blocks.device) if blocks.is_cuda else None  # type: ignore[no-untyped-call]
+        self._stream = torch.cuda.Stream(blocks.device, priority=_FIRST) if blocks.is_cuda else None  # type: ignore[no-untyped-call]
 
     async def run(self, work: Callable[[], T]) -> T:
         """Runs `work` on the thread and returns its result; a cancelled call leaves the work running.
@@ -58,8 +61,9 @@ class DeviceWork(LaneThread):
     def digests(self, block_ids: Sequence[BlockId]) -> tuple[int, ...]:
         """`mix64` of each block as it lies on the device now. On the thread; raises RuntimeError."""
         with torch.cuda.stream(self._stream):  # None, as for a pool in host memory: nothing changes
-            ids = torch.tensor(block_ids, dtype=torch.int64, device=self._blocks.device)
-            return as_unsigned(digest_blocks(self._blocks, ids))
+            # Pinned, the ids are read by the device while the host goes on; the allocator keeps them as long.
+            ids = torch.tensor(block_ids, dtype=torch.int64, pin_memory=self._stream is not None)
+            return as_unsigned(digest_blocks(self._blocks, ids.to(self._blocks.device, non_blocking=True)))
 
     async def ended(self) -> bool:
         """See `LaneThread`; then gives the blocks back."""

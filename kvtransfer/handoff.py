@@ -39,8 +39,6 @@ from shell.clock import Clock
 from tandem.errors import FrameError, PeerLost, TransferError
 from tandem.types import BlockId
 
-PIECE_BYTES = 16 * 1024 * 1024
-"""Most payload of one WRITE (at least one block), so that several hand-offs share a connection fairly."""
 PIECES_AHEAD = 2
 """Pieces of one hand-off that are placed at a time: its thread has the next one at hand while a WRITE is on its way."""
 
@@ -107,7 +105,7 @@ class OutgoingHandoff:
         """See `base.Handoff.push`. After a cancelled push, sources are lent until `abort` returns."""
         started_s = self._clock.now_s()
         self._claim(first, source_blocks)
-        step = min(MAX_BLOCKS_PER_WRITE, max(1, PIECE_BYTES // self._pool.block_bytes))
+        step = min(MAX_BLOCKS_PER_WRITE, max(1, self._lane.piece_bytes // self._pool.block_bytes))
         placing: deque[_Placing] = deque()
         sending: list[asyncio.Future[None]] = []
         start = 0

@@ -8,16 +8,22 @@ BYE is said only after the peer's memory is unmapped, so that it proves what it 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 
 from kvtransfer.connection import Connection
 from kvtransfer.frame import Frame, FrameType
 from kvtransfer.handoff import OutgoingHandoff
 from kvtransfer.handshake import Hello
+from kvtransfer.messages import decode_error
 from kvtransfer.pool import Pool
 from kvtransfer.ticket import Ticket
 from kvtransfer.transport import SendingLane
 from shell.clock import Clock
-from tandem.errors import FrameError, PeerLost, TicketRefused, TransferError
+from tandem.errors import ChecksumMismatch, FrameError, PeerLost, TicketRefused, TransferError
+
+CORRUPT_IN_A_ROW = 2
+"""Hand-offs with blocks that differ from what was announced: after so many without a good one between, the way itself
+corrupts, as copies between GPUs do on some machines with an IOMMU."""
 
 
 class Link:
@@ -30,12 +36,17 @@ class Link:
         peer: Hello,
         pool: Pool,
         clock: Clock,
+        on_corrupt: Callable[[ChecksumMismatch], object],
     ) -> None:
+        """`on_corrupt` gets the last error once CORRUPT_IN_A_ROW hand-offs failed by checksum; the link then ends."""
         self._connection = connection
         self._lane = lane
         self._peer = peer
         self._pool = pool
         self._clock = clock
+        self._on_corrupt = on_corrupt
+        self._num_corrupt = 0
+        """Hand-offs that failed by checksum since one was committed."""
         self._handoffs: dict[int, OutgoingHandoff] = {}
         self._ended: TransferError | None = None
         self._leaving: asyncio.Task[None] | None = None
@@ -46,9 +57,14 @@ class Link:
         """Whether hand-offs can be opened on this link."""
         return self._ended is None
 
+    @property
+    def is_idle(self) -> bool:
+        """Whether the link carries no hand-off."""
+        return not self._handoffs
+
     def is_idle_over(self, transport: str) -> bool:
         """Whether the link is open over that transport and carries no hand-off."""
-        return self.is_open and not self._handoffs and self._lane.name == transport
+        return self.is_open and self.is_idle and self._lane.name == transport
 
     async def open(self, ticket: Ticket) -> OutgoingHandoff:
         """Shows the ticket. Raises TransferError; then, or when cancelled, nothing stays open."""
@@ -101,6 +117,20 @@ class Link:
         handoff.handle(frame)
         if frame.type in {FrameType.COMMITTED, FrameType.REFUSED, FrameType.DRAINED}:
             self._forget(frame.transfer)
+        self._judge(frame)
+
+    def _judge(self, frame: Frame) -> None:
+        """Counts what the receiver says of a hand-off's bytes."""
+        if frame.type is FrameType.COMMITTED:
+            self._num_corrupt = 0
+        if frame.type not in {FrameType.FAILED, FrameType.WITHDRAWN}:
+            return
+        error = decode_error(frame.payload)
+        if isinstance(error, ChecksumMismatch):
+            self._num_corrupt += 1
+            if self._num_corrupt == CORRUPT_IN_A_ROW:
+                self._on_corrupt(error)
+                self._end(error)
 
     def _end(self, error: TransferError) -> asyncio.Task[None]:
         """Ends every hand-off now; the task returned releases what is the peer's, and is never cancelled."""

@@ -44,6 +44,10 @@ from tandem.errors import TransferError
 from tandem.security.tls import ClientTls, ServerTls
 from tandem.types import BlockId
 
+PIECE_BYTES, DEVICE_PIECE_BYTES = 16 * 1024 * 1024, 128 * 1024 * 1024
+"""Most payload of one WRITE, between pools in host memory and from a GPU. Few enough that several hand-offs share a
+connection fairly. On a GPU more, since each WRITE costs both sides calls of the driver and waits for it: on an H100,
+pieces of 16 MiB moved 8.5 of 279 GB/s."""
 Fields = Mapping[str, str]
 """Named text values, each without a line break; names without `=`."""
 
@@ -138,6 +142,8 @@ class SendingLane(Lane):
         """`ring`: whose rows the blocks of a WRITE pass through; None = they need none."""
         super().__init__(pool, work)
         self._ring = ring or Ring()
+        self.piece_bytes = PIECE_BYTES if work is None else DEVICE_PIECE_BYTES
+        """Most payload of one WRITE, which holds at least one block."""
 
     async def receive_hello(self, connection: Connection) -> Frame:
         """Returns the receiver's first frame, and takes what came along. Raises TransferError."""
@@ -232,6 +238,9 @@ class Transport(Protocol):
     """The transport's name in `--transport`."""
     gpu_each: bool
     """Whether the transport connects only pools that lie on different GPUs."""
+    dial_s: float | None
+    """Longest time from `dial` to `prepare`. None = a lease, which a hand-off can wait for; else `auto` hands over by
+    another transport meanwhile."""
 
     def probe(self, device: torch.device) -> TransportStatus:
         """Whether the transport works on this machine for pools on `device`."""

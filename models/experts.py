@@ -6,12 +6,13 @@ On CPUs only the experts that a batch needs are read.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 
+from kernels.gate_products import GateProduct
+from kernels.grouped import ExpertRows, GroupedMap
 from kernels.operations import ExpertMaps, LinearMap, Routing
 from models.layers import GatedMlp
 
@@ -37,7 +38,7 @@ class Experts(Protocol):
 
     @property
     def waits_for_device(self) -> bool:
-        """Whether a call reads on the host what a device computed, so that no graph can hold it."""
+        """See `GroupedMap.waits_for_device`."""
 
     def __call__(self, x: torch.Tensor, expert_ids: torch.Tensor) -> torch.Tensor:
         """X `[M, E]`, of each row its expert `[M]`, ascending → `[M, E]`."""
@@ -60,45 +61,24 @@ class SeparateExperts:
         return torch.cat(computed)
 
 
-_GROUPED_CAPABILITIES = (9, 10)
-"""Major ones: `_grouped_mm` of torch 2.11 to 2.13, whose fallback waits for the device."""
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class GroupedExperts:
-    """All in two products of torch's, for GPUs: where it has them, the host does not learn who got which rows."""
+    """All in two products, for GPUs: the host does not learn which expert got which rows."""
 
-    gate_up: torch.Tensor  # [X, 2 * I, E] bfloat16
-    down: torch.Tensor  # [X, E, I] bfloat16
-    activate: Callable[[torch.Tensor], torch.Tensor]
-    """`[M, 2 * I]` → `[M, I]`."""
-    gate_up_bias: torch.Tensor | None = None  # [X, 2 * I]
-    down_bias: torch.Tensor | None = None  # [X, E]
+    gate_up: GroupedMap  # [X, 2 * I, E]
+    down: GroupedMap  # [X, E, I]
+    activate: GateProduct
+    num_experts: int
 
     @property
     def waits_for_device(self) -> bool:
-        """On GPUs for which torch has no grouped product it reads on the host where each expert's rows end."""
-        device = self.down.device
-        return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] not in _GROUPED_CAPABILITIES
+        """See `Experts`."""
+        return self.gate_up.waits_for_device or self.down.waits_for_device
 
     def __call__(self, x: torch.Tensor, expert_ids: torch.Tensor) -> torch.Tensor:
         """See `Experts`."""
-        counts = torch.zeros(len(self.down), dtype=torch.int32, device=x.device)
-        counts.scatter_add_(0, expert_ids, torch.ones_like(expert_ids, dtype=torch.int32))
-        ends = counts.cumsum(0, dtype=torch.int32)
-        gate_up = torch._grouped_mm(x, self.gate_up.transpose(1, 2), offs=ends)
-        if self.gate_up_bias is not None:
-            gate_up = gate_up + self.gate_up_bias[expert_ids]
-        down = torch._grouped_mm(self.activate(gate_up), self.down.transpose(1, 2), offs=ends)
-        return down if self.down_bias is None else down + self.down_bias[expert_ids]
-
-
-def grouped_experts(
-    weights: Sequence[Sequence[torch.Tensor]], activate: Callable[[torch.Tensor], torch.Tensor]
-) -> GroupedExperts:
-    """Groups the experts: gate `[I, E]`, up `[I, E]` and down `[E, I]` of each."""
-    gate_up = torch.stack([torch.cat((gate, up)) for gate, up, _ in weights])
-    return GroupedExperts(gate_up, torch.stack([down for _, _, down in weights]), activate)
+        rows = ExpertRows.of(expert_ids, self.num_experts)
+        return self.down(self.activate(self.gate_up(x, rows)), rows)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

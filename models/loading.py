@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING
 import torch
 
 from kernels.attention import AttentionParams
-from kernels.gate_products import gate_product
 from kernels.gates import Gate
 from kernels.operations import Embedding, Kernels, LinearMap, PlainEmbedding, QkNorm, Routing
 from kernels.quantized import QuantForm, QuantizedWeight, dequantized, quantize, stack
@@ -20,14 +19,8 @@ from models.config import CONFIG_FILE, ExpertConfig, ModelConfig, ModelShape, lo
 from models.config_json import ConfigJson
 from models.decoder import Attention, Decoder, DecoderLayer, HeadShape, Scales
 from models.dtypes import torch_dtype
-from models.experts import (
-    MixtureOfExperts,
-    RoutedExperts,
-    Router,
-    SeparateExperts,
-    SharedExpert,
-    grouped_experts,
-)
+from models.expert_weights import ExpertWeights
+from models.experts import MixtureOfExperts, RoutedExperts, Router, SeparateExperts, SharedExpert
 from models.files.gguf import find_gguf, read_gguf
 from models.files.language_part import CONTAINERS, language_tensor
 from models.files.read_files import ReadFiles
@@ -38,7 +31,6 @@ from models.preflight import AUTO, TRANSFORMERS, check_loadable
 from models.quantization.config import read_quantization
 from models.rope import NoRotation, RotaryEmbedding, order_of_dims
 from models.rope_config import LongRopeScaling
-from models.stacked_experts import StackedExperts
 from models.tensor_names import (
     EMBEDDING,
     FINAL_NORM,
@@ -306,22 +298,29 @@ class _DecoderBuilder:
             operations.linear(self._read_weight(f"{router_name}.weight"), router_bias),
             Routing(config.num_active, config.adds_to_one),
         )
-        is_plain = self._device.type != "cpu" and self._dtype is torch.bfloat16
         if config.names.stacked:
-            return self._stacked_mixture(f"{prefix}experts.", router, config, is_plain=is_plain)
+            return self._among(self._stacked(f"{prefix}experts.", config), router)
         shared = None
         if config.shared_intermediate_size is not None:
             gate = operations.linear(self._read_weight(f"{prefix}shared_expert_gate.weight"), None)
             mlp = self._gated(f"{prefix}shared_expert.", names, (config.shared_intermediate_size, config.gate))
             shared = SharedExpert(mlp, gate)
         prefixes = [f"{prefix}experts.{expert}." for expert in range(config.num_experts)]
-        is_quantized = self._form is not None or self._store.is_quantized(f"{prefixes[0]}{names[0]}.weight")
-        if not is_plain or is_quantized:
+        if not operations.groups_experts:  # then no more than one expert is held twice
             mlps = tuple(self._gated(each, names, (config.intermediate_size, config.gate)) for each in prefixes)
             return self._separate(router, mlps, shared)
-        weights = [[self._read(f"{each}{name}.weight") for name in names] for each in prefixes]
-        experts = grouped_experts(weights, gate_product(config.gate, operations.silu_mul))
-        return MixtureOfExperts(RoutedExperts(router, experts), shared)
+        gate_up, down = (
+            _stack([self._map(tuple(f"{each}{name}" for name in some), bias=False)[0] for each in prefixes])
+            for some in (names[:2], names[2:])
+        )
+        return self._among(ExpertWeights(gate_up, down, config), router, shared)
+
+    def _among(self, weights: ExpertWeights, router: Router, shared: SharedExpert | None = None) -> MixtureOfExperts:
+        """The experts in one map where the kernels group them."""
+        grouped = weights.grouped(self._operations)
+        if grouped is not None:
+            return MixtureOfExperts(RoutedExperts(router, grouped), shared)
+        return self._separate(router, weights.separate(self._operations), shared)
 
     def _separate(
         self, router: Router, mlps: tuple[GatedMlp, ...], shared: SharedExpert | None = None
@@ -336,19 +335,10 @@ class _DecoderBuilder:
             return MixtureOfExperts(fused)
         return MixtureOfExperts(RoutedExperts(router, SeparateExperts(mlps)), shared)
 
-    def _stacked_mixture(
-        self, prefix: str, router: Router, config: ExpertConfig, *, is_plain: bool
-    ) -> MixtureOfExperts:
+    def _stacked(self, prefix: str, config: ExpertConfig) -> ExpertWeights:
         names = [f"{prefix}{name}" for name in STACKED_PROJECTIONS]
-        (gate_up, gate_up_bias), (down, down_bias) = (
-            (self._read_weight(f"{name}.weight"), self._read(f"{name}.bias")) for name in names
-        )
-        stacked = StackedExperts(gate_up, gate_up_bias, down, down_bias, config)
-        grouped = stacked.grouped(self._operations.silu_mul) if is_plain and self._form is None else None
-        if grouped is not None:
-            return MixtureOfExperts(RoutedExperts(router, grouped))
-        form_of = partial(self._form_of, (f"{names[0]}.weight",))
-        return self._separate(router, stacked.separate(self._operations, form_of))
+        gate_up, down = ((self._read_weight(f"{name}.weight"), self._read(f"{name}.bias")) for name in names)
+        return ExpertWeights.of_stacked(gate_up, down, config, partial(self._form_of, (f"{names[0]}.weight",)))
 
     def _linear(self, names: tuple[str, ...], *, bias: bool) -> LinearMap:
         return self._operations.linear(*self._map(names, bias=bias))

@@ -117,7 +117,7 @@ class PumpedTransport:
     """Implements `transport.Transport`: another one, with a `Cable` in each connection that is dialled."""
 
     def __init__(self, inner: Transport) -> None:
-        self.name = inner.name
+        self.name, self.gpu_each, self.dial_s = inner.name, inner.gpu_each, inner.dial_s
         self._inner = inner
         self.cables: list[Cable] = []
         self.dialling = 0

@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import torch
 
+from kernels.grouped import GroupedMap, PlainGrouped
 from kernels.operations import LinearMap, Operations, PlainLinear, QkNorm, Rotation
 from kernels.quantized import QuantizedWeight, dequantized
 from kernels.triton.activation import silu_mul
 from kernels.triton.blocks import copy_blocks
+from kernels.triton.grouped import GroupedLinear
 from kernels.triton.norm import add_rms_norm, rms_norm
-from kernels.triton.quantized import QuantizedLinear, can_keep
+from kernels.triton.quantized import HeldWeight, QuantizedLinear, can_keep
 from kernels.triton.rotary import rotate_and_store
 
 
@@ -28,8 +30,19 @@ class TritonOperations(Operations):
     def linear(self, weight: torch.Tensor | QuantizedWeight, bias: torch.Tensor | None) -> LinearMap:
         """See `Operations.linear`; keeps a plain weight as it is, which is how cuBLAS reads it."""
         if isinstance(weight, QuantizedWeight) and can_keep(weight):
-            return QuantizedLinear.of(weight, bias)
+            return QuantizedLinear(HeldWeight.of(weight), bias)
         return PlainLinear(dequantized(weight), bias)
+
+    groups_experts = True
+
+    def grouped_linear(
+        self, weight: torch.Tensor | QuantizedWeight, bias: torch.Tensor | None, num_experts: int
+    ) -> GroupedMap | None:
+        """See `Operations.grouped_linear`: what is quantised, and bfloat16, which is left to torch."""
+        if isinstance(weight, QuantizedWeight) and can_keep(weight):
+            return GroupedLinear(HeldWeight.of(weight), bias, num_experts)
+        plain = dequantized(weight)
+        return PlainGrouped(plain.unflatten(0, (num_experts, -1)), bias) if plain.dtype is torch.bfloat16 else None
 
     def rotate_and_store(
         self, qkv: torch.Tensor, rotation: Rotation, qk_norm: QkNorm | None, kv_layer: torch.Tensor

@@ -48,8 +48,8 @@ _DEQUANTIZED = 1024
 """Bytes of a row that a program dequantises."""
 _PAIRED_AT_ONCE = 1 << 24
 """Bytes."""
-_VALUES = {QuantForm.INT8: "*i8", QuantForm.INT4: "*u8", QuantForm.FP8: "*i8"}
-_CODES = {QuantForm.INT8: 0, QuantForm.INT4: 1, QuantForm.FP8: 2}
+VALUES = {QuantForm.INT8: "*i8", QuantForm.INT4: "*u8", QuantForm.FP8: "*i8"}
+CODES = {QuantForm.INT8: 0, QuantForm.INT4: 1, QuantForm.FP8: 2}
 """What the kernel calls a form."""
 
 
@@ -90,15 +90,14 @@ _WIDE_TILES = (
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class QuantizedLinear:
-    """A weight in its form, with its bias `[out]`; `can_keep` has said yes."""
+class HeldWeight:
+    """A weight as the kernels read it; `can_keep` has said yes."""
 
     values: torch.Tensor
     """`[out, in]`, FP8 as int8, as not every device that Triton compiles for has the type; INT4 as of `_paired`."""
     scales: torch.Tensor
     offsets: torch.Tensor | None
     """None if there are none; of INT4 besides the 8 that kernels take from each value."""
-    bias: torch.Tensor | None
     form: QuantForm
     num_inputs: int
     group: int
@@ -107,38 +106,71 @@ class QuantizedLinear:
     dtype: torch.dtype
 
     @classmethod
-    def of(cls, weight: QuantizedWeight, bias: torch.Tensor | None) -> QuantizedLinear:
+    def of(cls, weight: QuantizedWeight) -> HeldWeight:
         """For a weight that `can_keep` takes."""
         values, offsets, pair = weight.values.view(torch.int8), weight.offsets, 0
         if weight.form is QuantForm.INT4:
             pair = _pair(weight)
             values = _paired(weight.values, pair)
             offsets = None if weight.is_symmetric else 8 * weight.scales + (0 if offsets is None else offsets)
-        sizes = weight.num_inputs, weight.group, pair
-        return cls(values, weight.scales, offsets, bias, weight.form, *sizes, weight.dtype)
+        return cls(values, weight.scales, offsets, weight.form, weight.num_inputs, weight.group, pair, weight.dtype)
+
+    def check(self, x: torch.Tensor) -> None:
+        """Raises InternalError, by name, if `x` is not `[T, in]` of the weight's dtype, on its device."""
+        Dims(**{"in": self.num_inputs}).check("x", x, ("T", "in"), self.dtype, self.values.device)
+
+    def operands(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Returns `x`, its sums by group and the weight, as the kernel takes them."""
+        return x, self._group_sums(x), self.values, *self.tables()
+
+    def _group_sums(self, x: torch.Tensor) -> torch.Tensor:
+        """`[T, in / group]` float32, what offsets are multiplied with; scales stand for it where there are none."""
+        if self.offsets is None:
+            return self.scales
+        sums = self.scales.new_empty(len(x), self.scales.shape[1])
+        sizes = x.stride(0), self.scales.shape[1], self.group
+        sum_groups_kernel[tuple(sums.shape)](x, sums, *sizes, BLOCK=_SUMMED, **launch_options(1))
+        return sums
+
+    def tables(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Scales and offsets; scales twice where there are none."""
+        return self.scales, self.scales if self.offsets is None else self.offsets
+
+    def meaning(self) -> dict[str, int | bool]:
+        """Compile-time arguments that say what a value means."""
+        return {"FORM": CODES[self.form], "HAS_OFFSETS": self.offsets is not None, "PAIR": self.pair}
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class QuantizedLinear:
+    """A weight in its form, with its bias `[out]`."""
+
+    weight: HeldWeight
+    bias: torch.Tensor | None
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """X `[T, in]`, any stride over T → `[T, out]`."""
-        num_outputs, row_bytes = self.values.shape
-        Dims(**{"in": self.num_inputs}).check("x", x, ("T", "in"), self.dtype, self.values.device)
+        weight = self.weight
+        weight.check(x)
+        num_outputs, row_bytes = weight.values.shape
         out = torch.empty(len(x), num_outputs, dtype=x.dtype, device=x.device)
         if not out.numel():
             return out
         if len(x) > _MULTIPLIED_PLAIN:
             return torch.nn.functional.linear(x, self._dequantized(), self.bias)
-        tiles = _tiles(x.dtype, arch_of(x.device))
-        sizes = next(each for each in tiles if len(x) <= each.most_tokens)
-        tile = _constants(sizes, self.form, self.group, self.num_inputs, self.pair)
+        sizes = next(each for each in tiles_of(x.dtype, arch_of(x.device)) if len(x) <= each.most_tokens)
+        tile = constants(sizes, weight.form, weight.group, weight.num_inputs, weight.pair)
         num_splits, split_bytes = _splits(sizes, num_outputs, row_bytes, tile["WIDTH"])
         parts = out if num_splits == 1 else x.new_empty((num_splits, *out.shape), dtype=torch.float32)
         has_bias = self.bias is not None
         bias = out if self.bias is None else self.bias
         blocks = triton.cdiv(num_outputs, sizes.block_outputs), triton.cdiv(len(x), sizes.block_tokens)
         quantized_linear_kernel[(*blocks, num_splits)](
-            *(x, self._group_sums(x), self.values, *self._tables(), bias, parts),
-            *(len(x), num_outputs, row_bytes, x.stride(0), self.scales.shape[1], split_bytes),
-            **self._form(),
+            *(*weight.operands(x), bias, parts, weight.scales),
+            *(len(x), num_outputs, row_bytes, x.stride(0), weight.scales.shape[1], split_bytes, 0),
+            **weight.meaning(),
             HAS_BIAS=has_bias and num_splits == 1,
+            EXPERTS=0,
             **tile,
             **launch_options(sizes.num_warps, sizes.num_stages),
         )
@@ -151,31 +183,15 @@ class QuantizedLinear:
             )
         return out
 
-    def _group_sums(self, x: torch.Tensor) -> torch.Tensor:
-        """`[T, in / group]` float32, what offsets are multiplied with; scales stand for it where there are none."""
-        if self.offsets is None:
-            return self.scales
-        sums = self.scales.new_empty(len(x), self.scales.shape[1])
-        sizes = x.stride(0), self.scales.shape[1], self.group
-        sum_groups_kernel[tuple(sums.shape)](x, sums, *sizes, BLOCK=_SUMMED, **launch_options(1))
-        return sums
-
-    def _tables(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Scales and offsets; scales twice where there are none."""
-        return self.scales, self.scales if self.offsets is None else self.offsets
-
-    def _form(self) -> dict[str, int | bool]:
-        """Compile-time arguments that say what a value means."""
-        return {"FORM": _CODES[self.form], "HAS_OFFSETS": self.offsets is not None, "PAIR": self.pair}
-
     def _dequantized(self) -> torch.Tensor:
         """The weight `[out, in]`, each element rounded once to the activations' dtype."""
-        num_outputs, row_bytes = self.values.shape
-        plain = torch.empty(num_outputs, self.num_inputs, dtype=self.dtype, device=self.values.device)
+        weight = self.weight
+        num_outputs, row_bytes = weight.values.shape
+        plain = torch.empty(num_outputs, weight.num_inputs, dtype=weight.dtype, device=weight.values.device)
         dequantize_kernel[(num_outputs, triton.cdiv(row_bytes, _DEQUANTIZED))](
-            *(self.values, *self._tables(), plain),
-            *(row_bytes, self.scales.shape[1], self.group),
-            **self._form(),
+            *(weight.values, *weight.tables(), plain),
+            *(row_bytes, weight.scales.shape[1], weight.group),
+            **weight.meaning(),
             BLOCK=_DEQUANTIZED,
             **launch_options(_WHOLE_WARPS),
         )
@@ -201,13 +217,14 @@ def _paired(values: torch.Tensor, pair: int) -> torch.Tensor:
     return paired
 
 
-def _tiles(dtype: torch.dtype, arch: int) -> tuple[TokenTile, ...]:
+def tiles_of(dtype: torch.dtype, arch: int) -> tuple[TokenTile, ...]:
+    """Tiles of products, by the most tokens that each is for."""
     if dtype is torch.float32:
         return _WIDE_TILES
     return _TILES if family_of(arch) == "sm90" else _TILES_BY_WARP
 
 
-def _constants(sizes: TokenTile, form: QuantForm, group: int, num_inputs: int, pair: int) -> dict[str, int | bool]:
+def constants(sizes: TokenTile, form: QuantForm, group: int, num_inputs: int, pair: int) -> dict[str, int | bool]:
     """Compile-time arguments that say how a product is cut."""
     run = pair if form is QuantForm.INT4 else group
     return {
@@ -226,37 +243,41 @@ def _splits(sizes: TokenTile, num_outputs: int, row_bytes: int, width: int) -> t
     return triton.cdiv(num_steps, steps), steps * width
 
 
+FORMS = (
+    (QuantForm.INT8, 4096, False),
+    (QuantForm.INT8, 16, True),
+    (QuantForm.INT4, 128, True),
+    (QuantForm.INT4, 32, False),
+    (QuantForm.FP8, 4096, False),
+    (QuantForm.FP8, 128, False),
+)
+"""Form, group and whether there are offsets: what is built ahead of time."""
+
+
 def compile_variants(arch: int) -> Iterator[Variant]:
     """Each form in each tile."""
     for dtype in (torch.bfloat16, torch.float32):
-        for form, group, has_offsets in (
-            (QuantForm.INT8, 4096, False),
-            (QuantForm.INT8, 16, True),
-            (QuantForm.INT4, 128, True),
-            (QuantForm.INT4, 32, False),
-            (QuantForm.FP8, 4096, False),
-            (QuantForm.FP8, 128, False),
-        ):
+        for form, group, has_offsets in FORMS:
             pair = group if form is QuantForm.INT4 else 0
-            flags = {"FORM": _CODES[form], "HAS_OFFSETS": has_offsets, "PAIR": pair}
-            types = {**dict.fromkeys(("x", "bias", "out"), POINTERS[dtype]), "values": _VALUES[form]}
+            flags = {"FORM": CODES[form], "HAS_OFFSETS": has_offsets, "PAIR": pair}
+            types = {**dict.fromkeys(("x", "bias", "out"), POINTERS[dtype]), "values": VALUES[form]}
             label = f"{POINTERS[dtype][1:]} {form} by {group}"
-            for sizes in _tiles(dtype, arch):
-                constexprs = {**flags, **_constants(sizes, form, group, 4096, pair)}
+            for sizes in tiles_of(dtype, arch):
+                constexprs = {**flags, **constants(sizes, form, group, 4096, pair), "EXPERTS": 0}
                 name = f"{label} T={sizes.most_tokens}"
                 for parts in dict.fromkeys((POINTERS[dtype], "*fp32" if sizes.wanted_programs else POINTERS[dtype])):
                     is_whole = parts == POINTERS[dtype]
-                    yield _variant(
+                    yield variant(
                         quantized_linear_kernel,
-                        {**types, "out": parts},
+                        {**types, "out": parts, "ends": "*fp32"},
                         {**constexprs, "HAS_BIAS": is_whole},
                         (sizes.num_warps, sizes.num_stages),
                         name if is_whole else f"{name} shared",
                     )
-            yield _variant(
+            yield variant(
                 dequantize_kernel, types, {**flags, "BLOCK": _DEQUANTIZED}, (_WHOLE_WARPS, 1), f"{label} plain"
             )
-        yield _variant(
+        yield variant(
             sum_groups_kernel, {"x": POINTERS[dtype]}, {"BLOCK": _SUMMED}, (1, 1), f"{POINTERS[dtype][1:]} group sums"
         )
         yield Variant(
@@ -269,10 +290,10 @@ def compile_variants(arch: int) -> Iterator[Variant]:
         )
 
 
-def _variant(
+def variant(
     kernel: Any, types: Mapping[str, str], constexprs: Mapping[str, int | bool], options: tuple[int, int], label: str
 ) -> Variant:
-    """`options`: warps and stages."""
+    """A compilation for usual sizes; `options`: warps and stages."""
     return Variant(
         kernel=kernel,
         signature={**types, **dict.fromkeys(("sums", "scales", "offsets"), "*fp32")},

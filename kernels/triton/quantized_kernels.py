@@ -40,27 +40,52 @@ def _scaled(total, sums_at, has_sum, scale_at, offset_at, has_output, HAS_OFFSET
     return total
 
 
-@triton.jit(do_not_specialize=["num_tokens"])
+@triton.jit
+def _rows_of_tile(ends, tile, num_experts, EXPERTS: tl.constexpr, BLOCK_TOKENS: tl.constexpr):
+    """`(expert, first, end)`: whose rows a tile has, its first and the one behind that expert's last; 0, 0, 0 of a tile
+    beyond all. Tiles are counted over experts in order, and one that has no rows has no tile.
+    """
+    experts = tl.arange(0, EXPERTS)
+    end = tl.load(ends + experts, mask=experts < num_experts, other=0)
+    begin = tl.load(ends + experts - 1, mask=(experts > 0) & (experts < num_experts), other=0)
+    num_tiles = (end - begin + BLOCK_TOKENS - 1) // BLOCK_TOKENS
+    behind = tl.cumsum(num_tiles, 0)
+    place = tile - (behind - num_tiles)
+    is_its = (place >= 0) & (tile < behind)
+    first = tl.sum(tl.where(is_its, begin + place * BLOCK_TOKENS, 0), 0)
+    return tl.sum(tl.where(is_its, experts, 0), 0), first, tl.sum(tl.where(is_its, end, 0), 0)
+
+
+@triton.jit(do_not_specialize=["num_tokens", "num_experts"], do_not_specialize_on_alignment=["ends"])
 def quantized_linear_kernel(
-    x, sums, values, scales, offsets, bias, out,
-    num_tokens, num_outputs, row_bytes, x_stride, num_groups, split_bytes,
+    x, sums, values, scales, offsets, bias, out, ends,
+    num_tokens, num_outputs, row_bytes, x_stride, num_groups, split_bytes, num_experts,
     FORM: tl.constexpr, HAS_OFFSETS: tl.constexpr, PAIR: tl.constexpr, HAS_BIAS: tl.constexpr,
     GROUP: tl.constexpr, BLOCK_TOKENS: tl.constexpr, BLOCK_OUTPUTS: tl.constexpr, WIDTH: tl.constexpr,
+    EXPERTS: tl.constexpr,
 ):  # fmt: skip
     """Grid `[ceil(outputs / BLOCK_OUTPUTS), ceil(T / BLOCK_TOKENS), splits]`; writes `out` `[splits, T, outputs]`.
 
-    The weight is the product's left side, which the matrix units read from registers.
+    The weight is the product's left side, which the matrix units read from registers. EXPERTS 0: one weight. Else a
+    power of 2 that holds `num_experts`, whose weights and biases lie one below the other and whose rows end at `ends`.
     """
     dtype: tl.constexpr = x.dtype.element_ty
     outputs = tl.program_id(0) * BLOCK_OUTPUTS + tl.arange(0, BLOCK_OUTPUTS)
-    tokens = tl.program_id(1) * BLOCK_TOKENS + tl.arange(0, BLOCK_TOKENS)
+    first_token, end_token = tl.program_id(1) * BLOCK_TOKENS, num_tokens
+    weight_rows = outputs.to(tl.int64)
+    if EXPERTS:
+        expert, first_token, end_token = _rows_of_tile(ends, tl.program_id(1), num_experts, EXPERTS, BLOCK_TOKENS)
+        if first_token >= end_token:
+            return
+        weight_rows += expert.to(tl.int64) * num_outputs
+    tokens = first_token + tl.arange(0, BLOCK_TOKENS)
     split = tl.program_id(2)
-    has_output, has_token = outputs < num_outputs, tokens < num_tokens
+    has_output, has_token = outputs < num_outputs, tokens < end_token
     within = tl.arange(0, WIDTH)
-    value_at = values + outputs[:, None].to(tl.int64) * row_bytes + within[None, :]
+    value_at = values + weight_rows[:, None] * row_bytes + within[None, :]
     x_at = x + tokens[None, :].to(tl.int64) * x_stride + within[:, None]
-    scale_at = scales + outputs.to(tl.int64) * num_groups
-    offset_at = offsets + outputs.to(tl.int64) * num_groups
+    scale_at = scales + weight_rows * num_groups
+    offset_at = offsets + weight_rows * num_groups
     sums_at = sums + tokens.to(tl.int64) * num_groups
     total = tl.zeros((BLOCK_OUTPUTS, BLOCK_TOKENS), tl.float32)
     begin = split * split_bytes
@@ -83,7 +108,7 @@ def quantized_linear_kernel(
     if GROUP == 0:
         total = _scaled(total, sums_at, has_token & (split == 0), scale_at, offset_at, has_output, HAS_OFFSETS)
     if HAS_BIAS:
-        total += tl.load(bias + outputs, mask=has_output, other=0.0).to(tl.float32)[:, None]
+        total += tl.load(bias + weight_rows, mask=has_output, other=0.0).to(tl.float32)[:, None]
     out_rows = split.to(tl.int64) * num_tokens + tokens
     out_at = out + out_rows[None, :] * num_outputs + outputs[:, None]
     tl.store(out_at, total.to(out.dtype.element_ty), mask=has_token[None, :] & has_output[:, None])

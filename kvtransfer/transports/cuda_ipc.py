@@ -56,6 +56,7 @@ class CudaIpcTransport:
 
     name = NAME
     gpu_each = False
+    dial_s: float | None = None
 
     def __init__(self, driver: Callable[[], CudaDriver] = system_driver) -> None:
         """`driver` is asked when a pool is on a GPU, and may raise CudaError."""

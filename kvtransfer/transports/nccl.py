@@ -53,6 +53,7 @@ class NcclTransport:
 
     name = NAME
     gpu_each = True
+    dial_s: float | None = 30.0  # a process's first communicator loads the library, looks for networks: often 3 to 10 s
 
     def __init__(
         self,

@@ -63,6 +63,7 @@ class NixlTransport:
 
     name = NAME
     gpu_each = False
+    dial_s: float | None = None
 
     def probe(self, device: torch.device) -> TransportStatus:
         """See `Transport`."""

@@ -57,6 +57,7 @@ class ShmTransport:
 
     name = NAME
     gpu_each = False
+    dial_s: float | None = None
 
     def probe(self, device: torch.device) -> TransportStatus:
         """See `Transport`."""

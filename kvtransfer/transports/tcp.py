@@ -60,6 +60,7 @@ class TcpTransport:
 
     name = NAME
     gpu_each = False
+    dial_s: float | None = None
 
     def probe(self, device: torch.device) -> TransportStatus:
         """See `Transport`."""

@@ -194,6 +194,13 @@ class StepEnded:
 
 
 @dataclass(frozen=True, slots=True)
+class TransportBarred:
+    """Checksums failed repeatedly over a transport: no hand-off to that decode worker takes the transport any more."""
+
+    transport: str
+
+
+@dataclass(frozen=True, slots=True)
 class BlocksReserved:
     """Decode worker: a hand-off can come into reserved blocks. Not emitted where the prompt is computed there."""
 
@@ -254,7 +261,7 @@ class SequenceEnded:
     """Tokens sampled here."""
 
 
-WorkerEvent: TypeAlias = SequenceArrived | StepEnded
+WorkerEvent: TypeAlias = SequenceArrived | StepEnded | TransportBarred
 SequenceEvent: TypeAlias = (
     BlocksReserved
     | PrefixLookedUp

@@ -265,6 +265,11 @@ TRANSFERS = _worker(
 TRANSFER_FAILURES = _worker(
     "tandem_transfer_failures_total", "Hand-offs of KV that failed.", labels={"reason": _TRANSFER_FAILS}
 )
+TRANSPORTS_BARRED = _worker(
+    "tandem_transports_barred_total",
+    "Decode workers towards which this worker gave a transport up, because checksums failed twice in a row.",
+    labels={"transport": ()},
+)
 TRANSFER_BYTES = _worker("tandem_transfer_bytes_total", "Bytes of KV transferred, counted by the sender.")
 TRANSFER_SIZE = _worker(
     "tandem_transfer_size_bytes",

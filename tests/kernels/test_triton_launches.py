@@ -68,6 +68,7 @@ def served_steps(rng: random.Random) -> list[Step]:
         ("gemma2-caps", None, None),  # windows too
         ("gpt-oss", None, None),  # sinks
         *(("llama", form, None) for form in QuantForm),
+        ("qwen3-moe", QuantForm.INT4, None),
         *(("llama", None, kv_dtype) for kv_dtype in QuantDType),
     ],
 )

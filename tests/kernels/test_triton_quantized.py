@@ -132,7 +132,7 @@ def test_a_symmetric_int4_weight_needs_no_offsets(device):
     weight = quantize(plain, QuantForm.INT4)
     x = torch.randn(2, 64, generator=torch.Generator().manual_seed(1)).to(device)
     linear = OPERATIONS.linear(weight, None)
-    assert linear.offsets is None
+    assert linear.weight.offsets is None
     torch.testing.assert_close(linear(x), x @ weight.dequantize().T, rtol=1e-4, atol=1e-4)
 
 

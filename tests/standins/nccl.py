@@ -16,6 +16,7 @@ import torch
 from kvtransfer.base import DeviceMemory
 from kvtransfer.nccl_communicator import Communicators
 from kvtransfer.nccl_library import NcclLibrary
+from kvtransfer.transport import TransportStatus
 from kvtransfer.transports import TRANSPORTS
 from kvtransfer.transports.nccl import NcclTransport
 from tests.standins.build import built
@@ -39,7 +40,7 @@ class StandInNccl:
     def transport(self, **limits: Any) -> NcclTransport:
         """One process's, as far as counting goes."""
         communicators = Communicators(**{"begin_s": 5.0, "move_s": 5.0, "abort_s": 5.0, **limits})
-        return _GpuEach(lambda: self.cuda.driver, lambda: self.library, communicators)
+        return _OnGpus(lambda: self.cuda.driver, lambda: self.library, communicators)
 
     def set(self, name: str, value: object) -> None:
         """One of the settings that the head of libnccl.c lists."""
@@ -67,6 +68,13 @@ class _GpuEach(NcclTransport):
 
     def _own(self, memory: DeviceMemory) -> dict[str, str]:
         return super()._own(memory) | {"gpu": secrets.token_hex(16)}
+
+
+class _OnGpus(_GpuEach):
+    """Works for pools on the stand-in's GPU, whose tensors are of the CPU."""
+
+    def probe(self, device: torch.device) -> TransportStatus:
+        return super().probe(torch.device("cuda", 0))
 
 
 @cache

@@ -32,7 +32,7 @@ from shell.clock import MonotonicClock
 from shell.config import WorkerConfig
 from shell.progress import show_in_log
 from shell.rpc.process import StopSignal, run_process
-from shell.telemetry.events import ProcessEvents, WorkerEvents
+from shell.telemetry.events import ProcessEvents, TransportBarred, WorkerEvents
 from shell.telemetry.logging import configure_logging
 from shell.telemetry.loop_lag import LoopLag
 from shell.telemetry.metric import Process
@@ -145,6 +145,7 @@ class Foundation:
             self.clock,
             self.config.transport,
             tls=self.security.outgoing.tls,
+            on_barred=lambda transport: self.events.emit(TransportBarred(transport)),
         )
 
     def parts(self, engine: Engine, guides: Guides) -> WorkerParts:

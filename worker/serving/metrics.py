@@ -26,6 +26,7 @@ class WorkerMetrics:
         self.wait_s = metrics.histogram(names.SEQUENCE_WAIT)
         self.transfers = metrics.counter(names.TRANSFERS)
         self.transfer_failures = metrics.counter(names.TRANSFER_FAILURES)
+        self.transports_barred = metrics.counter(names.TRANSPORTS_BARRED)
         self.sent_s = metrics.histogram(names.TRANSFER_SECONDS, "sent")
         self.received_s = metrics.histogram(names.TRANSFER_SECONDS, "received")
         self.transfer_sizes = metrics.histogram(names.TRANSFER_SIZE)
@@ -52,6 +53,8 @@ class WorkerMetrics:
                 self._step_tokens.observe(num_prefill_tokens + num_decode_seqs)
                 self._computed_tokens.add(num_prefill_tokens)
                 self.sampled_tokens.add(num_decode_seqs)
+            case events.TransportBarred(transport):
+                self.transports_barred.add(1, transport)
         return None
 
     def _read(self) -> Iterator[Reading]:

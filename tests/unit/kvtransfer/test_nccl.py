@@ -16,7 +16,7 @@ import torch
 from bench.support.ports import free_ports
 from kvtransfer.transports import tcp
 from tandem.errors import ChecksumMismatch, PeerLost, TransferError
-from tests.kv_ends import FAILED, QUICK, Pair, Recorder, ends, push_and_commit, rerouted, until
+from tests.kv_ends import FAILED, QUICK, Pair, Recorder, ends, logged, push_and_commit, rerouted, until
 from tests.standins.cuda import DevicePool
 from tests.standins.nccl import StandInNccl, standin_nccl
 
@@ -168,11 +168,53 @@ async def test_a_stopped_receiver_ends_its_receives_first(
 
 @pytest.mark.parametrize("call", ["ncclGetUniqueId:1:2", "ncclCommInitRankConfig:1:2", "ncclCommInitRankConfig:2:2"])
 async def test_auto_goes_on_to_the_next_transport_where_the_two_cannot_meet(
-    joined: Any, recorder: Recorder, nccl: StandInNccl, call: str
+    joined: Any, recorder: Recorder, nccl: StandInNccl, call: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     async with joined(choice="auto") as pair:
         nccl.set("FAIL", call)
         assert (await push_and_commit(await pair.begin(recorder))).transport == "tcp"
+        await until(lambda: not pair.sender._better)
+        assert (await push_and_commit(await pair.begin(Recorder(), (6,)), (9,))).transport == "tcp"
+    assert "kv transport not reached {'transport': 'nccl', 'cause': " in logged(caplog)
+
+
+async def test_auto_hands_over_by_another_transport_while_the_two_meet(
+    joined: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with joined(choice="auto") as pair:
+        transport, gate = pair.sender._transports[0], asyncio.Event()
+        dial = transport.dial
+
+        async def late(*args: Any) -> Any:
+            await gate.wait()
+            return await dial(*args)
+
+        monkeypatch.setattr(transport, "dial", late)
+        first = await pair.begin(Recorder(), (1, 2))
+        await first.push(0, (7,))
+        gate.set()
+        await until(lambda: pair.sender._former)
+        later = await pair.hand_over(Recorder(), (3,), (5,))
+        assert (later.transport, later.passed_over) == ("nccl", "")
+        await first.push(1, (8,))
+        report = await first.commit(b"")
+        assert (report.transport, report.passed_over) == ("tcp", "nccl: it is being dialled")
+        await pair.hand_over(Recorder(), (4,), (6,))
+        assert not pair.sender._former, "a link that nobody uses any more stays open"
+
+
+async def test_where_nccl_is_forced_a_hand_off_waits_as_long_as_a_first_communicator_may_take(
+    joined: Any, recorder: Recorder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with joined() as pair:
+        dial = pair.sender._dial_over
+
+        async def late(*args: Any) -> Any:
+            await asyncio.sleep(0.1)
+            return await dial(*args)
+
+        monkeypatch.setattr(pair.sender, "_dial_over", late)
+        await (await pair.open(pair.offer(recorder), timeout_s=0.01)).abort()
 
 
 async def test_a_peer_that_does_not_come_to_the_meeting_is_given_up(

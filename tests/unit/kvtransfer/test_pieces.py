@@ -32,7 +32,7 @@ class _WatchedLane:
 
 @asynccontextmanager
 async def watched(monkeypatch, failing=None):
-    monkeypatch.setattr("kvtransfer.handoff.PIECE_BYTES", 1)
+    monkeypatch.setattr("kvtransfer.transport.PIECE_BYTES", 1)
     async with paired("shm") as pair:
         listener = Recorder()
         handoff = await pair.begin(listener, (4, 5, 6))

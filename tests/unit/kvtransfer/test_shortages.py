@@ -103,7 +103,8 @@ async def test_slow_wires_that_move_take_as_long_as_they_take(
         with telling(transport):
             assert (await pair.hand_over(Recorder(), blocks, blocks)).num_blocks == NUM_BLOCKS
 
-    monkeypatch.setattr("kvtransfer.handoff.PIECE_BYTES", 1)
+    monkeypatch.setattr("kvtransfer.transport.PIECE_BYTES", 1)
+    monkeypatch.setattr("kvtransfer.transport.DEVICE_PIECE_BYTES", 1)
     hook(receiving=slow)
     timing = Timing(lease_s=20.0, reply_s=1.2)
     async with AsyncExitStack() as stack:

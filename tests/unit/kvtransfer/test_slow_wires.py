@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 
-from kvtransfer import handoff as handoff_module
 from kvtransfer.connection import Connection
 from kvtransfer.endpoint import Endpoint
 from kvtransfer.frame import Frame, FrameType
@@ -135,7 +134,7 @@ async def test_a_hand_off_over_a_slow_wire_takes_as_long_as_it_takes(
     recorder: Recorder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One block in each WRITE, about one WRITE in each pause: in all several times what an answer may take."""
-    monkeypatch.setattr(handoff_module, "PIECE_BYTES", 1)
+    monkeypatch.setattr("kvtransfer.transport.PIECE_BYTES", 1)
     async with paired("tcp", Timing(lease_s=20.0, reply_s=2.0)) as pair:
         offer = pair.offer(recorder, tuple(range(12)))
         fields = Endpoint.decode(offer.endpoint).reach["tcp"]

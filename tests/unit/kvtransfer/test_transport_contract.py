@@ -109,6 +109,7 @@ class RendezvousTransport:
 
     name = NAME
     gpu_each = False
+    dial_s: float | None = None
 
     def __init__(self, wires: Wires, verify: tuple[str, ...] = (SUM,), why_not: str | None = None) -> None:
         self._wires = wires

@@ -8,11 +8,14 @@ import pytest
 import torch
 
 from bench.support.tiny_models import TINY_MODELS
-from kernels.operations import PlainLinear, Routing
+from kernels.grouped import PlainGrouped
+from kernels.operations import Kernels, PlainLinear, Routing
 from kernels.quantized import QuantForm
+from kernels.reference import ReferenceBackend
 from kernels.reference_operations import ReferenceOperations
-from models.experts import GroupedExperts, MixtureOfExperts, RoutedExperts, Router, SeparateExperts, grouped_experts
+from models.experts import GroupedExperts, MixtureOfExperts, RoutedExperts, Router, SeparateExperts
 from models.layers import GatedMlp
+from models.loading import load_model
 from tests.paged_driver import load_tiny, logits_of
 
 TINY = next(tiny for tiny in TINY_MODELS if tiny.name == "qwen3-moe")
@@ -40,7 +43,9 @@ def test_grouped_products_give_what_separate_ones_do(weights, num_tokens):
             for gate, up, down in weights
         )
     )
-    check_alike(grouped_experts(weights, operations.silu_mul), separate, num_tokens)
+    into = torch.stack([torch.cat((gate, up)) for gate, up, _ in weights])
+    out = torch.stack([down for _, _, down in weights])
+    check_alike(grouped(into, out, operations), separate, num_tokens)
 
 
 def test_grouped_products_have_the_bias_of_each_row_s_expert(weights):
@@ -57,14 +62,32 @@ def test_grouped_products_have_the_bias_of_each_row_s_expert(weights):
         )
     )
     # Rounded once more than separate ones, before a bias is added.
-    check_alike(GroupedExperts(into, out, operations.silu_mul, *biases), separate, 9, tolerance=6e-2)
+    check_alike(grouped(into, out, operations, biases), separate, 9, tolerance=6e-2)
 
 
 @pytest.mark.parametrize(("capability", "waits"), [((8, 0), True), ((9, 0), False), ((10, 0), False), ((12, 0), True)])
 def test_grouped_experts_wait_for_a_gpu_whose_products_torch_does_not_group(monkeypatch, capability, waits):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
-    on_a_gpu = SimpleNamespace(device=torch.device("cuda", 0))
-    assert GroupedExperts(on_a_gpu, on_a_gpu, torch.relu).waits_for_device is waits
+    on_a_gpu = PlainGrouped(SimpleNamespace(device=torch.device("cuda", 0)), None)
+    assert GroupedExperts(on_a_gpu, on_a_gpu, torch.relu, 1).waits_for_device is waits
+
+
+def test_a_padding_row_that_is_no_number_has_experts_of_the_range_and_changes_no_other_row(weights):
+    """Rows that fill up a captured step hold whatever was there."""
+    operations = ReferenceOperations()
+    into = torch.stack([torch.cat((gate, up)) for gate, up, _ in weights])
+    mlp = mixture(grouped(into, torch.stack([down for _, _, down in weights]), operations))
+    x = torch.randn(4, HIDDEN, dtype=torch.bfloat16)
+    expected = mlp(x)[:2]
+    x[2:] = torch.tensor([torch.nan, torch.inf], dtype=torch.bfloat16)[:, None]
+    ids, _ = mlp.experts.router(x)
+    assert ids.min() >= 0
+    assert ids.max() < NUM_EXPERTS
+    assert torch.equal(mlp(x)[:2], expected)
+
+
+def grouped(into, out, operations, biases=(None, None)):
+    return GroupedExperts(PlainGrouped(into, biases[0]), PlainGrouped(out, biases[1]), operations.silu_mul, NUM_EXPERTS)
 
 
 def check_alike(grouped, separate, num_tokens, tolerance=2e-2):
@@ -80,6 +103,16 @@ def test_a_router_names_experts_in_ascending_order_with_their_own_shares():
     ids, shares = Router(PlainLinear(scores.T.contiguous(), None), Routing(2, adds_to_one=False))(torch.ones(1, 1))
     assert ids.tolist() == [[1, 3]]
     torch.testing.assert_close(shares, torch.softmax(scores, -1)[:, [1, 3]])
+
+
+@pytest.mark.parametrize("tiny", [each for each in TINY_MODELS if each.name in {"qwen3-moe", "qwen2-moe", "gpt-oss"}])
+def test_kernels_that_group_quantised_experts_leave_nothing_to_wait_for(checkpoint, tiny):
+    triton = pytest.importorskip("kernels.triton.operations")
+    kernels = Kernels(ReferenceBackend(), triton.TritonOperations())
+    model = load_model(checkpoint(tiny), "float32", torch.device("cpu"), kernels, QuantForm.INT8)
+    expected = load_tiny(checkpoint(tiny), "float32", QuantForm.INT8)
+    assert (model.decoder.waits_for_device, expected.decoder.waits_for_device) == (False, True)
+    torch.testing.assert_close(logits_of(model, 5), logits_of(expected, 5), atol=2e-4, rtol=2e-4)
 
 
 @pytest.mark.parametrize("form", QuantForm)

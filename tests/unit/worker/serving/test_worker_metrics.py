@@ -21,6 +21,7 @@ from shell.telemetry.events import (
     StepEnded,
     Transferred,
     TransferStarted,
+    TransportBarred,
     WorkerEvents,
 )
 from shell.telemetry.metric import Process
@@ -113,6 +114,11 @@ def test_a_step_is_told_by_its_kind(decode: Scene, num_prefill_tokens: int, num_
     assert decode.value("tandem_step_tokens_sum") == num_prefill_tokens + num_decode_seqs
     assert decode.value("tandem_computed_prompt_tokens_total") == num_prefill_tokens
     assert decode.value("tandem_sampled_tokens_total") == num_decode_seqs
+
+
+def test_transports_that_were_given_up_are_counted_by_name(prefill: Scene) -> None:
+    prefill.events.emit(TransportBarred("cuda_ipc"))
+    assert prefill.samples("tandem_transports_barred_total") == {("cuda_ipc",): 1}
 
 
 def test_each_choice_that_is_not_resumed_draws_a_first_token(prefill: Scene) -> None:
