@@ -150,8 +150,9 @@ class KvCache:
         """
         num_layers, sides, num_heads, block_size, head_dim = self.layout.block_shape
         elements = self.blocks_view.view(torch_dtype(self.layout.dtype))
-        rows = elements.view(self.num_blocks, num_heads, num_layers, sides, -1)
-        return rows[..., : block_size * head_dim].unflatten(-1, (block_size, head_dim)).permute(0, 2, 3, 1, 4, 5)
+        outer = (self.num_blocks, num_heads, num_layers, sides)
+        rows = elements.view(*outer, -1)[..., : block_size * head_dim]
+        return rows.view(*outer, block_size, head_dim).permute(0, 2, 3, 1, 4, 5)
 
     @property
     def blocks_view(self) -> torch.Tensor:

@@ -122,7 +122,8 @@ def _quantized_pool(kv: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     values, scales = quantize_rows(kv.permute(0, 3, 1, 2, 4, 5).contiguous(), dtype)  # [N, Hkv, L, 2, S, D], [… S]
     raw = torch.cat([values.view(torch.uint8).flatten(-2), scales.view(torch.uint8)], -1)
     block_size, head_dim = kv.shape[-2:]
-    return _by_layer(raw.view(dtype)[..., : block_size * head_dim].unflatten(-1, (block_size, head_dim)))
+    rows = raw.view(dtype)[..., : block_size * head_dim]
+    return _by_layer(rows.view(*rows.shape[:-1], block_size, head_dim))
 
 
 def _by_layer(memory: torch.Tensor) -> torch.Tensor:
