@@ -144,11 +144,15 @@ class KvCache:
 
     @property
     def tensor(self) -> torch.Tensor:
-        """`[N, L, 2, Hkv, S, D]` of the layout's dtype, scales lying between heads; a view, valid until `close`."""
-        *outer, block_size, head_dim = self.layout.block_shape
-        heads = self.blocks_view.view(torch_dtype(self.layout.dtype)).view(self.num_blocks, *outer, -1)
-        strides = (*heads.stride()[:-1], head_dim, 1)
-        return heads.as_strided((*heads.shape[:-1], block_size, head_dim), strides)
+        """`[N, L, 2, Hkv, S, D]` of the layout's dtype, head-major in memory; a view, valid until `close`.
+
+        Where KV is quantised, the scales lie between the `[S, D]` of one head, layer and side and the next.
+        """
+        num_layers, sides, num_heads, block_size, head_dim = self.layout.block_shape
+        elements = self.blocks_view.view(torch_dtype(self.layout.dtype))
+        outer = (self.num_blocks, num_heads, num_layers, sides)
+        rows = elements.view(*outer, -1)[..., : block_size * head_dim]
+        return rows.view(*outer, block_size, head_dim).permute(0, 2, 3, 1, 4, 5)
 
     @property
     def blocks_view(self) -> torch.Tensor:

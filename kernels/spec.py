@@ -130,10 +130,11 @@ def _check_kv_layer(dims: Dims, kv_layer: torch.Tensor, computed: torch.Tensor) 
     dims.check("kv_layer", kv_layer, ("N", "KV", "Hkv", "S", "D"), kv_layer.dtype, kv_layer.device)
     if kv_layer.dtype not in LARGEST:
         return kv_layer.dtype
-    head, slot = kv_layer.stride()[2:4]
-    expected = dims["S"] * (dims["D"] + SCALE_BYTES) if dims["Hkv"] > 1 else head, dims["D"]
-    if (head, slot) != expected:
-        raise InternalError(f"kv_layer: heads and slots have strides {(head, slot)}, expected {expected}")
+    _, side, head, slot, _ = kv_layer.stride()
+    nearest = min(side, head) if dims["Hkv"] > 1 else side
+    expected = dims["S"] * (dims["D"] + SCALE_BYTES), dims["D"]
+    if (nearest, slot) != expected:
+        raise InternalError(f"kv_layer: sides or heads, and slots have strides {(nearest, slot)}, expected {expected}")
     return computed.dtype
 
 

@@ -1,8 +1,9 @@
 """How KV lies in memory: shape, bytes per block, fingerprint. Shared by engine and transfer.
 
-A pool is one tensor `[N, L, 2, Hkv, S, D]`; a block is one contiguous span of bytes across
-all layers: the unit of allocation, transfer and checksum. Quantised KV has a scale per token, head
-and side: behind the S * D elements of each head of a block lie its S scales, float32.
+A pool is one tensor `[N, Hkv, L, 2, S, D]` in memory, read as `[N, L, 2, Hkv, S, D]`; a block is one contiguous span
+of bytes across all layers: the unit of allocation, transfer and checksum. Heads come first, so that the heads of one
+worker of several are one span of each block too. Quantised KV has a scale per token, head and side: behind the S * D
+elements of each head and side of a layer lie its S scales, float32.
 """
 
 from __future__ import annotations
@@ -40,8 +41,8 @@ class QuantDType(StrEnum):
 
 
 SCALE_BYTES = 4
-LAYOUT_VERSION = 1
-"""1: `[N, L, 2, Hkv, S, D]`, row-major; of quantised KV, S scales behind each `[S, D]`."""
+LAYOUT_VERSION = 2
+"""2: `[N, Hkv, L, 2, S, D]`, row-major; of quantised KV, S scales behind each `[S, D]`."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,6 +15,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from engine.kv_cache import KvCache
 from kernels.attention import AttentionMetadata
 from kernels.compiled_step import StepInputs
 from kernels.operations import Kernels
@@ -43,7 +44,9 @@ class PagedDriver:
         self._model = model
         self._block_size = block_size
         layout = model.kv_layout(block_size)
-        self._kv_cache = torch.full((num_blocks, *layout.block_shape), torch.nan, dtype=model.torch_dtype)
+        cache = KvCache.create(layout, num_blocks, CPU)
+        cache.fill_poison()
+        self._kv_cache = cache.tensor
         self._free = list(range(num_blocks))
         random.Random(0).shuffle(self._free)
 

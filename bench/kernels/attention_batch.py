@@ -39,11 +39,8 @@ class AttentionBatch:
         ids = random.Random(0).sample(range(sum(counts)), sum(counts))
         starts = tuple(accumulate(counts, initial=0))
         self._tables = [ids[start : start + count] for start, count in zip(starts, counts, strict=False)]
-        self._kv = torch.randn(
-            (sum(counts), self._num_layers, 2, shape.num_kv_heads, shape.block_size, shape.head_dim),
-            dtype=dtype,
-            device=device,
-        )
+        pool_shape = (sum(counts), shape.num_kv_heads, self._num_layers, 2, shape.block_size, shape.head_dim)
+        self._kv = _by_layer(torch.randn(pool_shape, dtype=dtype, device=device))
         rows = shape.num_heads + 2 * shape.num_kv_heads
         self._qkv = torch.randn((shape.num_tokens, rows, shape.head_dim), dtype=dtype, device=device)
         self.metadata = self._make_metadata(device)
@@ -122,11 +119,16 @@ class AttentionBatch:
 
 def _quantized_pool(kv: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """A pool `[N, L, 2, Hkv, S, D]` as `dtype`, each head's scales behind its elements (`kernels.quantized_kv`)."""
-    values, scales = quantize_rows(kv, dtype)
-    raw = torch.cat([values.view(torch.uint8).flatten(-2), scales.contiguous().view(torch.uint8)], -1)
+    values, scales = quantize_rows(kv.permute(0, 3, 1, 2, 4, 5).contiguous(), dtype)  # [N, Hkv, L, 2, S, D], [… S]
+    raw = torch.cat([values.view(torch.uint8).flatten(-2), scales.view(torch.uint8)], -1)
     block_size, head_dim = kv.shape[-2:]
-    heads = raw.view(dtype)[..., : block_size * head_dim]
-    return heads.as_strided(kv.shape, (*heads.stride()[:-1], head_dim, 1))
+    rows = raw.view(dtype)[..., : block_size * head_dim]
+    return _by_layer(rows.view(*rows.shape[:-1], block_size, head_dim))
+
+
+def _by_layer(memory: torch.Tensor) -> torch.Tensor:
+    """A pool as it lies in memory, `[N, Hkv, L, 2, S, D]` → the view `[N, L, 2, Hkv, S, D]` that kernels get."""
+    return memory.permute(0, 2, 3, 1, 4, 5)
 
 
 def largest_difference(left: torch.Tensor, right: torch.Tensor) -> float:

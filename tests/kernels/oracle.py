@@ -41,11 +41,14 @@ def moved(view: torch.Tensor, device: torch.device | str) -> torch.Tensor:
 
 
 def empty_pool(num_blocks, num_layers, num_kv_heads, block_size, head_dim, dtype):
-    """A pool `[N, L, 2, Hkv, S, D]` with scales where `dtype` is quantized; every bit is set: NaN, but for int8."""
+    """A pool `[N, L, 2, Hkv, S, D]`, head-major in memory as a served one, with scales where `dtype` is quantized.
+
+    Every bit is set: NaN, but for int8.
+    """
     element_bytes = torch.empty(0, dtype=dtype).element_size()
     width = block_size * (head_dim * element_bytes + (SCALE_BYTES if dtype in QUANTIZED else 0))
-    pool = torch.full((num_blocks, num_layers, 2, num_kv_heads, width), 0xFF, dtype=torch.uint8).view(dtype)
-    return pool[..., : block_size * head_dim].unflatten(-1, (block_size, head_dim))
+    memory = torch.full((num_blocks, num_kv_heads, num_layers, 2, width), 0xFF, dtype=torch.uint8).view(dtype)
+    return memory[..., : block_size * head_dim].unflatten(-1, (block_size, head_dim)).permute(0, 2, 3, 1, 4, 5)
 
 
 def indexable(rows: torch.Tensor) -> torch.Tensor:

@@ -110,6 +110,6 @@ def test_rows_that_are_no_numbers_are_stored_as_such(name):
 def test_a_layer_without_room_for_scales_is_refused():
     case = Rotation.make(5, (4, 2), 16, 16, torch.float32)
     layer = case.kv_layer.to(torch.int8)
-    with pytest.raises(InternalError, match="kv_layer: heads and slots have strides"):
+    with pytest.raises(InternalError, match=r"kv_layer: .* strides"):
         ReferenceOperations().rotate_and_store(case.qkv, case.rotation, None, layer)
     assert set(LARGEST) == set(QUANTIZED)

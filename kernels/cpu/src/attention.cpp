@@ -120,9 +120,9 @@ inline int64_t ahead_bytes() {
 #endif
 }
 
-// The blocks that decode units read first, in their order; none of quantised KV, whose attention is bound by arithmetic.
+// What decode units read first, in their order, keys and values of a head of a block being one piece; none of quantised KV, whose attention is bound by arithmetic.
 template <typename K>
-void list_blocks(const AttendArgs& a, int64_t most_blocks, int64_t* offsets, Pieces* to) {
+void list_pieces(const AttendArgs& a, int64_t most_pieces, int64_t* offsets, Pieces* to) {
   *to = {offsets, 0, 2 * a.side_stride * int64_t(sizeof(K))};
   if (kHasScales<K>) return;
   for (int64_t seq = 0; seq < a.num_seqs; ++seq) {
@@ -130,8 +130,10 @@ void list_blocks(const AttendArgs& a, int64_t most_blocks, int64_t* offsets, Pie
     const int32_t* table = a.block_tables + seq * a.table_stride;
     const int64_t first = first_seen(a, a.seq_lens[seq] - 1) / a.block_size;
     for (int64_t i = first; i * a.block_size < a.seq_lens[seq]; ++i) {
-      if (to->count == most_blocks) return;
-      offsets[to->count++] = table[i] * a.block_stride * int64_t(sizeof(K));
+      for (int64_t head = 0; head < a.num_kv_heads; ++head) {
+        if (to->count == most_pieces) return;
+        offsets[to->count++] = (table[i] * a.block_stride + head * a.head_stride) * int64_t(sizeof(K));
+      }
     }
   }
 }
@@ -143,14 +145,14 @@ Plan* make_plan(const AttendArgs& a, int64_t threads, Arena& arena) {
   const Counts counts = count_units(a, cut);
   Plan plan;
   using K = typename KvForm<T>::Stored;
-  const int64_t most_blocks = ahead_bytes() / (2 * a.side_stride * int64_t(sizeof(K)));
+  const int64_t most_pieces = ahead_bytes() / (2 * a.side_stride * int64_t(sizeof(K)));
   int64_t* offsets = nullptr;
   plan.num_units = counts.prefill_units + counts.decode_units;
   const auto carve = [&](char* base) {
     Carver carver{base};
     Plan* self = carver.take<Plan>(1);
     plan.units = carver.take<Unit>(plan.num_units);
-    offsets = carver.take<int64_t>(most_blocks);
+    offsets = carver.take<int64_t>(most_pieces);
     plan.pending = carver.take<int32_t>(counts.split_seqs * a.num_kv_heads);
     plan.partials = carver.take<float>(counts.partials * Decode<T>::partial_size(a));
     if (base != nullptr) *self = plan;
@@ -158,7 +160,7 @@ Plan* make_plan(const AttendArgs& a, int64_t threads, Arena& arena) {
   };
   char* base = arena.reserve(intptr_t(carve(nullptr)));
   carve(base);
-  list_blocks<K>(a, most_blocks, offsets, &reinterpret_cast<Plan*>(base)->ahead);
+  list_pieces<K>(a, most_pieces, offsets, &reinterpret_cast<Plan*>(base)->ahead);
   Unit* to = plan.units;
   for (int64_t seq = 0; seq < a.num_seqs; ++seq)
     if (query_len(a, seq) > 1) to = add_prefill(a, cut, seq, to);
