@@ -107,12 +107,21 @@ class CpuOperations(Operations):
         """See `Operations.gated_linear`; rounded once where the weight is packed, else as two operations."""
         return self._native(weight, bias, gate) or super().gated_linear(weight, bias, gate)
 
+    def wide_linear(self, weight: torch.Tensor | QuantizedWeight, bias: torch.Tensor | None) -> LinearMap:
+        """See `Operations.wide_linear`."""
+        return self._native(weight, bias, None, is_wide=True) or super().wide_linear(weight, bias)
+
     def _native(
-        self, weight: torch.Tensor | QuantizedWeight, bias: torch.Tensor | None, gate: Gate | None
+        self,
+        weight: torch.Tensor | QuantizedWeight,
+        bias: torch.Tensor | None,
+        gate: Gate | None,
+        *,
+        is_wide: bool = False,
     ) -> NativeLinear | None:
         if isinstance(weight, QuantizedWeight) and can_keep(weight):
-            return open_quantized(self._library, weight, bias, gate)
-        return open_linear(self._library, dequantized(weight), bias, gate)
+            return open_quantized(self._library, weight, bias, gate, is_wide=is_wide)
+        return open_linear(self._library, dequantized(weight), bias, gate, is_wide=is_wide)
 
     def experts(
         self,

@@ -32,8 +32,9 @@ void many_tokens(const Product& p, const T* x, int64_t x_stride, int64_t tokens,
   over_units(count, 1, [&](int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end; ++i) {
       const int64_t from = i / columns * kTokens, first = i % columns * wide;
-      multiply_units(p, x + from * x_stride, x_stride, least(kTokens, tokens - from), out + from * p.out, p.out, first,
-                     least(first + wide, units), arena, (i + 1) % columns * wide);
+      multiply_units(p, x + from * x_stride, x_stride, least(kTokens, tokens - from),
+                     product::result_at(p, out, from * p.out), p.out, first, least(first + wide, units), arena,
+                     (i + 1) % columns * wide);
     }
   });
 }
@@ -69,7 +70,7 @@ TANDEM_EXPORT(void, tandem_product_units)(const Product* p, int64_t* units, int6
 }
 
 // tandem_pack_<type>: weight [out, or twice that if gated, in], rows `stride` apart -> packed.
-// tandem_linear_<type>: x [tokens, in], rows x_stride apart -> out [tokens, out], on all threads.
+// tandem_linear_<type>: x [tokens, in], rows x_stride apart -> out [tokens, out], of its type or wide, on all threads.
 // tandem_multiply_units_<type>: as multiply_units, on this thread.
 // tandem_unpack_rows_<type>: as unpack_rows, on this thread.
 #define TANDEM_LINEAR(suffix, T)                                                                                  \
