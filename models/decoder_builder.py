@@ -14,6 +14,7 @@ from kernels.gates import Gate
 from kernels.operations import Embedding, Kernels, LinearMap, PlainEmbedding, QkNorm, Routing
 from kernels.quantized import QuantForm, QuantizedWeight, dequantized, quantize, stack
 from kernels.split_maps import GatheredLinear, NormedHeads, ReducedExperts, ReducedLinear
+from kernels.whole_groups import WholeGroups
 from models.config import ExpertConfig, ModelConfig
 from models.decoder import Attention, Decoder, DecoderLayer, HeadShape, Scales
 from models.expert_weights import ExpertWeights
@@ -147,9 +148,7 @@ class DecoderBuilder:
             weight = weight.rows(order) if isinstance(weight, QuantizedWeight) else weight[order]
             bias = None if bias is None else bias[order]
         qkv, qk_norm = self._operations.linear(weight, bias), self._qk_norm(prefix) if config.traits.qk_norm else None
-        output, columns = self._way_back(f"{prefix}o_proj", bias=config.output_bias)
-        if shard is not None and columns is not None:
-            shard.check_heads(columns, f"{prefix}o_proj")
+        output, _ = self._way_back(f"{prefix}o_proj", bias=config.output_bias, is_of_heads=True)
         if shard is not None and qk_norm is not None and qk_norm.is_whole:
             sizes = tuple(map(len, shard.qkv_rows))
             qkv = NormedHeads(qkv, qk_norm, sizes, shard.kv_copies, self._operations, shard.group)
@@ -165,8 +164,17 @@ class DecoderBuilder:
                 config.score_cap,
                 self._sinks(f"{prefix}sinks") if config.traits.sinks else None,
             ),
-            kernels=self._kernels,
+            kernels=self._attending,
         )
+
+    @cached_property
+    def _attending(self) -> Kernels:
+        """What attention computes with."""
+        shard = self._shard
+        if shard is None or shard.kv_copies == 1:
+            return self._kernels
+        groups = WholeGroups(self._kernels.attention, shard.kv_copies, shard.group.rank % shard.kv_copies)
+        return replace(self._kernels, attention=groups)
 
     def _sinks(self, name: str) -> torch.Tensor:
         sinks = self._read(name, dtype=torch.float32)
@@ -208,13 +216,15 @@ class DecoderBuilder:
         weight, offset = self._map(tuple(f"{prefix}{name}" for name in gate_up), rows, bias=bias)
         return GatedMlp(self._operations.gated_linear(weight, offset, inside[1]), back, inside[0])
 
-    def _way_back(self, name: str, *, bias: bool, adds: bool = True) -> tuple[LinearMap, range | None]:
+    def _way_back(
+        self, name: str, *, bias: bool, adds: bool = True, is_of_heads: bool = False
+    ) -> tuple[LinearMap, range | None]:
         """The map from heads or the inside of an MLP back to E; which of its inputs are computed here, if not all."""
         weight, offset = self._map((name,), bias=bias)
         shard = self._shard
         if shard is None:
             return self._operations.linear(weight, offset), None
-        borders = shard.borders(weight, name)
+        borders = shard.borders(weight, name, is_of_heads=is_of_heads)
         linear = shard.segmented(self._operations, weight, offset, borders)
         return ReducedLinear(linear, shard.group) if adds else linear, range(borders[0], borders[-1])
 

@@ -10,6 +10,7 @@ Columns are cut into segments that depend on the weight's shape and groups alone
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -57,16 +58,20 @@ def segment_borders(num_inputs: int, unit: int) -> tuple[int, ...]:
     return tuple(units * place // count * unit for place in range(count + 1))
 
 
-def _unit_of(weight: Weight) -> int:
-    """Inputs between the places where `weight` may be cut."""
-    num_inputs, least, unit = weight.shape[1] if isinstance(weight, torch.Tensor) else weight.num_inputs, 1, _UNIT
+def _unit_of(weight: Weight, shares: int) -> int:
+    """Inputs between the places where `weight` may be cut; where no group says so, as many as make `shares` equal."""
+    num_inputs, least, unit = _num_inputs(weight), 1, _UNIT
     if isinstance(weight, QuantizedWeight):
         if weight.group < num_inputs:
             return weight.group
         least = 2 if weight.form is QuantForm.INT4 else 1
-    while unit > least and (num_inputs % unit or num_inputs // unit < SEGMENTS):
+    while unit > least and (num_inputs % (unit * shares) or num_inputs // unit < SEGMENTS):
         unit //= 2
     return unit
+
+
+def _num_inputs(weight: Weight) -> int:
+    return weight.shape[1] if isinstance(weight, torch.Tensor) else weight.num_inputs
 
 
 def _columns(weight: Weight, start: int, stop: int) -> Weight:
@@ -129,22 +134,26 @@ class Shard:
         """Borders of the ranks' rows of the output projection."""
         return tuple(self.config.vocab_size * rank // self.group.size for rank in range(self.group.size + 1))
 
-    def check_heads(self, columns: range, name: str) -> None:
-        """Raises ConfigError if `columns` of the map `[E, H * D]` `name` are not those of this rank's heads."""
-        head_dim = self.config.head_dim
-        if (columns.start, columns.stop) != (self.heads.start * head_dim, self.heads.stop * head_dim):
-            fewer = self._fewer(self.group.size // 2)
-            raise ConfigError(OPTION, f"groups of inputs of {name} lie across heads of two ranks: {fewer}")
+    def borders(self, weight: Weight, name: str, *, is_of_heads: bool = False) -> tuple[int, ...]:
+        """Borders of this rank's segments among all inputs of the map `name`, whose whole weight is `weight` `[out, in]`.
 
-    def borders(self, weight: Weight, name: str) -> tuple[int, ...]:
-        """Borders of this rank's segments among all inputs of `weight` `[out, in]`."""
-        num_inputs = weight.shape[1] if isinstance(weight, torch.Tensor) else weight.num_inputs
-        every = segment_borders(num_inputs, _unit_of(weight))
-        own, rest = divmod(len(every) - 1, self.group.size)
+        If it `is_of_heads`, inputs are those of attention's heads, and ranks have whole ones.
+        """
+        heads, head_dim = self.config.num_heads, self.config.head_dim
+        unit = _unit_of(weight, math.gcd(heads, SEGMENTS) if is_of_heads else 1)
+        every = segment_borders(_num_inputs(weight), unit)
+        count = len(every) - 1
+        own, rest = divmod(count, self.group.size)
         if rest:
-            count = len(every) - 1
             raise ConfigError(OPTION, f"{name} has {count} groups of inputs to share: {self._fewer(count)}")
-        return every[self.group.rank * own : (self.group.rank + 1) * own + 1]
+        borders = every[self.group.rank * own : (self.group.rank + 1) * own + 1]
+        ends = (self.heads.start * head_dim, self.heads.stop * head_dim)
+        if is_of_heads and (borders[0], borders[-1]) != ends:
+            fewer = self._fewer(self.group.size // 2)
+            raise ConfigError(
+                OPTION, f"{name} has groups of {unit} inputs, which two ranks' heads would share: {fewer}"
+            )
+        return borders
 
     def segmented(
         self, operations: Operations, weight: Weight, bias: torch.Tensor | None, borders: tuple[int, ...]

@@ -125,4 +125,14 @@ def _serve(path: str, rank: int, size: int, waits: tuple[float, float], end: Con
             with torch.no_grad():
                 end.send(job(group, *arguments))
         except Exception as error:  # noqa: BLE001 - the test tells
-            end.send(error)
+            end.send(RuntimeError(f"{type(error).__name__}: {error}"))
+
+
+def steps_job(group, folder, dtype, form, length):
+    from tests.paged_driver import PagedSeq, random_prompt
+    model=load_part(group,folder,"cpu",dtype,form)
+    d=PagedDriver(model,16,2*(2+length//16)); out=[]
+    a=PagedSeq(random_prompt(length)); b=PagedSeq(random_prompt(length,5))
+    out+=d.step([(a,length-3),(b,length//2)])[[0,-1]].tolist()
+    for _ in range(3): out+=d.step([(a,1),(b,1)]).tolist()
+    return out
