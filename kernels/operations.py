@@ -152,6 +152,12 @@ class Operations(Protocol):
         """
         return WideLinear(dequantized(weight), bias)
 
+    def segment_sum(self, segments: Sequence[LinearMap], borders: Sequence[int]) -> LinearMap | None:
+        """Returns one map of x `[T, in]` → `[T, out]` float32: `tree_sum` of what wide maps give of the inputs between
+        their `borders`. None if one map gains nothing.
+        """
+        return None
+
     def tied_embedding(self, linear: LinearMap) -> Embedding | None:
         """The rows of the plain weight that `linear` packed; None where that is held as it came."""
         return None

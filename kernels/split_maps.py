@@ -26,6 +26,12 @@ class SegmentedLinear:
     segments: tuple[LinearMap, ...]
     borders: tuple[int, ...]
     """Of the segments among the rank's inputs: from 0 on, ascending."""
+    added: LinearMap | None = None
+    """What `Operations.segment_sum` makes of them."""
+
+    def total(self, x: torch.Tensor) -> torch.Tensor:
+        """X `[T, in]` → `[T, out]` float32: the rank's subtree."""
+        return tree_sum(self.sums(x)) if self.added is None else self.added(x)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """X `[T, in]` → the sums of each segment, one after the other: `[T, segments * out]` float32."""
@@ -46,7 +52,7 @@ class ReducedLinear:
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """X `[T, in of this rank]` → `[T, out]`, the same on all ranks."""
-        return self.group.all_reduce(tree_sum(self.linear.sums(x))).to(x.dtype)
+        return self.group.all_reduce(self.linear.total(x)).to(x.dtype)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

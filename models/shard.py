@@ -135,7 +135,7 @@ class Shard:
         return tuple(self.config.vocab_size * rank // self.group.size for rank in range(self.group.size + 1))
 
     def borders(self, weight: Weight, name: str, *, is_of_heads: bool = False) -> tuple[int, ...]:
-        """Borders of this rank's segments among all inputs of the map `name`, whose whole weight is `weight` `[out, in]`.
+        """Borders of this rank's segments among all inputs of the map `name`, whose whole weight is `weight`.
 
         If it `is_of_heads`, inputs are those of attention's heads, and ranks have whole ones.
         """
@@ -163,7 +163,8 @@ class Shard:
         for start, stop in pairwise(borders):
             held = bias if start == 0 else None
             maps.append(operations.wide_linear(_columns(weight, start, stop), held))
-        return SegmentedLinear(tuple(maps), tuple(border - borders[0] for border in borders))
+        own = tuple(border - borders[0] for border in borders)
+        return SegmentedLinear(tuple(maps), own, operations.segment_sum(maps, own))
 
     def _fewer(self, shared: int) -> str:
         fits = [size for size in (1, 2, 4, SEGMENTS) if size < self.group.size and shared % size == 0]

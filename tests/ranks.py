@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -17,10 +17,10 @@ from kernels.group import Group
 from kernels.quantized import QuantForm
 from kernels.shared_group import SharedGroup, create_group_memory
 from models.loading import LoadedModel, load_model
-from tests.paged_driver import CPU, REFERENCE, PagedDriver, logits_of
+from tests.paged_driver import CPU, REFERENCE, PagedDriver, PagedSeq, random_prompt
 
 JOIN_S, WAIT_S = 60.0, 30.0
-"""Long, as other tests compute beside these; `Ranks.open` takes shorter waits where one is to run out."""
+"""Long, as other tests compute beside these; a test in which one is to run out has a shorter one."""
 
 Job = Callable[..., Any]
 """Called on each rank with its group and the test's arguments; a function of a module."""
@@ -42,11 +42,38 @@ def greedy_tokens(
 
 
 def rows_of_logits(
-    group: Group | None, folder: Path, kernels: str, dtype: str, form: QuantForm | None = None
+    group: Group | None, folder: Path, kernels: str, dtype: str, form: QuantForm | None = None, length: int = 40
 ) -> list[list[float]]:
-    """Logits of each token of a prompt; floats, which hold those of every dtype."""
-    rows: list[list[float]] = logits_of(load_part(group, folder, kernels, dtype, form)).tolist()
+    """Logits of a prompt that is computed in two steps, the second of which decodes another one; as floats."""
+    driver = PagedDriver(load_part(group, folder, kernels, dtype, form), 16, 4 + length // 8)
+    long, short = PagedSeq(random_prompt(length)), PagedSeq(random_prompt(length // 2, seed=1))
+    steps = [[(long, length - 2), (short, length // 2 - 2)], [(short, 1), (long, 1)], [(long, 1), (short, 1)]]
+    rows: list[list[float]] = torch.cat([driver.step(step)[[0, -1]] for step in steps]).tolist()
     return rows
+
+
+def exchanged(group: Group, num_elements: int, times: int) -> tuple[list[float], list[float], list[float]]:
+    """A sum, gathered columns and a broadcast of what tells ranks and turns apart; the last of `times` turns."""
+    widths = [1 + rank for rank in range(group.size)]
+    for turn in range(times):
+        own = torch.arange(num_elements, dtype=torch.float32) + turn * 1000.0 ** (group.rank - 1)
+        total = group.all_reduce(own)
+        gathered = group.all_gather(torch.full((2, widths[group.rank]), turn + group.rank), widths)
+        said = group.broadcast(torch.full((3,), group.rank + turn))
+    return total[-2:].tolist(), gathered.tolist(), said.tolist()
+
+
+def meet(group: Group) -> None:
+    group.broadcast(torch.zeros(1))
+
+
+def meet_or_fail(group: Group, fails: int) -> None:
+    """Rank `fails` gives up instead of meeting the others."""
+    if group.rank == fails:
+        assert isinstance(group, SharedGroup)
+        group.abort()
+        raise ValueError("no")
+    meet(group)
 
 
 class Ranks:
@@ -70,12 +97,18 @@ class Ranks:
         os.close(descriptor)
 
     def give(self, job: Job, *arguments: object) -> None:
-        for end in self._ends:
-            end.send((job, arguments))
+        self.give_to(range(len(self._ends)), job, *arguments)
+
+    def give_to(self, ranks: Iterable[int], job: Job, *arguments: object) -> None:
+        for rank in ranks:
+            self._ends[rank].send((job, arguments))
 
     def take(self) -> list[Any]:
         """The result of each rank, or the exception; EOFError of one that ended."""
-        return [self._take(end) for end in self._ends]
+        return self.take_from(range(len(self._ends)))
+
+    def take_from(self, ranks: Iterable[int]) -> list[Any]:
+        return [self._take(self._ends[rank]) for rank in ranks]
 
     def run(self, job: Job, *arguments: object) -> Any:
         """The result of `job`, the same on all ranks."""
@@ -126,13 +159,3 @@ def _serve(path: str, rank: int, size: int, waits: tuple[float, float], end: Con
                 end.send(job(group, *arguments))
         except Exception as error:  # noqa: BLE001 - the test tells
             end.send(RuntimeError(f"{type(error).__name__}: {error}"))
-
-
-def steps_job(group, folder, dtype, form, length):
-    from tests.paged_driver import PagedSeq, random_prompt
-    model=load_part(group,folder,"cpu",dtype,form)
-    d=PagedDriver(model,16,2*(2+length//16)); out=[]
-    a=PagedSeq(random_prompt(length)); b=PagedSeq(random_prompt(length,5))
-    out+=d.step([(a,length-3),(b,length//2)])[[0,-1]].tolist()
-    for _ in range(3): out+=d.step([(a,1),(b,1)]).tolist()
-    return out
