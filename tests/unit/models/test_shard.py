@@ -83,7 +83,7 @@ def test_groups_of_inputs_that_ranks_would_have_to_cut_are_refused_by_name(check
 
 
 def test_models_that_transformers_runs_are_refused_by_name(checkpoint):
-    with pytest.raises(ConfigError, match="^--tensor-parallel: models that transformers runs cannot be split: give 1"):
+    with pytest.raises(ConfigError, match=r"^--tensor-parallel: models that transformers runs cannot be split: give 1"):
         load_model(checkpoint(TINY_MODELS[0]), None, CPU, REFERENCE, None, "transformers", group=SoloGroup(0, 2))
 
 
