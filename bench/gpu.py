@@ -1,12 +1,14 @@
 """All that only a GPU can show, in one command of less than ten minutes: `python -m bench.gpu`, or `make gpu`.
 
 Needs no network. Each part is a process of its own with a time limit; one that fails, hangs or lacks a library does not
-stop the others. Writes `bench/results/gpu.json` after each part; exits 1 if one failed, or if there is
-no GPU.
+stop the others. Where `vllm` imports, its engine runs the served loads too, in two minutes and a half more. Writes
+`bench/results/gpu.json` after each part; exits 1 if one failed, or if there is no GPU. `--dry-run` serves a tiny model
+on the CPU instead and writes nothing: it shows that the commands still run.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import signal
@@ -16,6 +18,7 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -65,12 +68,11 @@ def parts(transports: Sequence[str]) -> tuple[Part, ...]:
     systems = [argument for name in (*transports, "colocated") for argument in ("--system", name)]
     exactness = ("bench.exactness", "--model", "demo", "--device", "cuda", "--longest", "1024", *systems)
     transfer = ("bench.transfer", "--device", "cuda", "--block-kib", "368,4096", "--rounds", "5")
+    served, *beside = served_parts("8b", "cuda")
     one_setting = ("--block-size", "16", "--chunk-tokens", "512")
     in_parallel = ("-p", "no:benchmark", "-n", str(min(_TEST_PROCESSES, len(os.sched_getaffinity(0)))))
     # A machine for measuring may lack the plug-in for asyncio, whose settings pytest then does not know.
     lenient = ("-W", "ignore::pytest.PytestConfigWarning")
-    load = ("--callers", "32", "--prompt-tokens", "1024", "--output-tokens", "128")
-    served = ("bench.served", "--shape", "8b", *load, "--device", "cuda", "--no-prefix-cache")
     return (
         Part(
             "tests",
@@ -79,10 +81,20 @@ def parts(transports: Sequence[str]) -> tuple[Part, ...]:
             is_timed=False,
         ),
         Part("exactness", (*_PYTHON, *exactness, *one_setting), 110.0, is_timed=False),
-        Part("kernels", (*_PYTHON, "bench.kernels", "--device", "cuda"), 170.0),
-        Part("served", (*_PYTHON, *served), 135.0, gives_json=True),
-        *(Part("transfer", (*_PYTHON, *transfer, "--transports", name), 30.0, gives_json=True) for name in transports),
+        Part("kernels", (*_PYTHON, "bench.kernels", "--device", "cuda"), 160.0),
+        served,
+        *(Part("transfer", (*_PYTHON, *transfer, "--transports", name), 25.0, gives_json=True) for name in transports),
+        *beside,
     )
+
+
+def served_parts(shape: str, device: str) -> tuple[Part, ...]:
+    """Loads on Tandem's servers, and on vLLM's engine where there is one."""
+    served = ("bench.served", "--shape", shape, "--device", device, "--no-prefix-cache")
+    ours = Part("served", (*_PYTHON, *served), 190.0, gives_json=True)
+    if find_spec("vllm") is None:
+        return (ours,)
+    return ours, Part("vllm", (*_PYTHON, "bench.vllm_loads", "--shape", shape), 150.0, gives_json=True)
 
 
 def run_parts(wanted: Sequence[Part], keep: Callable[[Sequence[Outcome]], None] = lambda _: None) -> list[Outcome]:
@@ -137,8 +149,12 @@ def _last_words(text: str) -> str:
     return lines[-1][:_LAST_WORDS_CHARS] if lines else ""
 
 
-def main() -> int:
+def main(arguments: Sequence[str] = ()) -> int:
     """Runs all parts on the first GPU and records them."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--dry-run", action="store_true", help="the served loads, tiny, on the CPU")
+    if parser.parse_args(arguments).dry_run:
+        return 0 if all(outcome.succeeded for outcome in run_parts(served_parts("smoke", "cpu"))) else 1
     if not torch.cuda.is_available():
         print(NOT_MEASURED)
         return 1
@@ -158,4 +174,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(sys.argv[1:]))

@@ -17,12 +17,14 @@ from pathlib import Path
 from typing import Any
 
 from bench.claims import as_markdown as claims_table
+from bench.gpu_pages import beside_vllm_table, gpu_table
+from bench.host_cost import as_markdown as host_costs
 from bench.http_face import as_markdown as http_table
 from bench.peers.contenders import LLAMA, OURS, OURS_INT4, OURS_INT8, TRANSFORMERS, VLLM
 from bench.peers.servers import AUTO, COLOCATED, DISAGGREGATED, VLLM_SERVER
 from bench.soak.calls import NOT_COUNTED, WANTS_ANSWER
 from bench.support.machine import RESULTS
-from bench.support.markdown import table
+from bench.support.markdown import MISSING, number, table
 
 DOCS = Path(__file__).parents[1] / "docs"
 CHART = DOCS / "images" / "vllm.svg"
@@ -30,7 +32,6 @@ CLASSES = {"amx": "CPU with AMX", "avx512_bf16": "CPU with AVX-512 BF16", "avx2"
 """Title by tier of the native kernels."""
 SHAPES = ("135m", "0.6b", "moe")
 SYSTEMS = ("engine", "shm", "tcp", "colocated")
-_MISSING = "–"
 _PLACE = re.compile(r"(<!-- figures: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 _EXACT = re.compile(r"(\S+) +(\w+) +block +(\d+) chunk +(\d+) +(\d+)/(\d+) prompts equal")
 _DYNAMO: Mapping[tuple[str, str], tuple[str, str]] = {
@@ -64,21 +65,24 @@ def performance(records: Mapping[str, Record]) -> str:
             parts += [f"## {title}\n", table(header, rows), *(f"{_taken(each)}\n" for each in taken[:1])]
     gpu, kernels = records.get("gpu"), records.get("kernels-cuda")
     if gpu is not None and kernels is not None:
-        parts += [f"## {gpu['results']['gpu']['gpu']}\n", *_gpu(gpu["results"], kernels["results"]), f"{_taken(gpu)}\n"]
+        parts += [
+            f"## {gpu['results']['gpu']['gpu']}\n",
+            gpu_table(gpu["results"], kernels["results"]),
+            f"{_taken(gpu)}\n",
+        ]
     if "gpu-vllm" in records:
         record = records["gpu-vllm"]
-        parts += [f"## {record['machine']['gpu']} beside vLLM\n", _gpu_beside_vllm(record), f"{record['method']}\n"]
+        parts += [f"## {record['machine']['gpu']} beside vLLM\n", beside_vllm_table(record), f"{record['method']}\n"]
         parts.append(f"{_taken(record)}\n")
-    if "transfer" in records:
-        parts += ["## Hand-offs between two processes\n", _transfers(records["transfer"]["results"])]
-        parts.append(f"{_taken(records['transfer'])}\n")
-    if "http-face" in records:
-        record = records["http-face"]
-        parts += ["## HTTP beside gRPC (`python -m bench.http_face`)\n", http_table(record["results"]["figures"])]
-        parts.append(f"{_taken(record)}\n")
-    if "claims" in records:
-        parts += ["## Claims (`python -m bench.claims`)\n", claims_table(records["claims"]["results"]["claims"])]
-        parts.append(f"{_taken(records['claims'])}\n")
+    sections: tuple[tuple[str, str, Callable[[Document], str]], ...] = (
+        ("host-cost", "The host's time beside prompts, simulated", host_costs),
+        ("transfer", "Hand-offs between two processes", _transfers),
+        ("http-face", "HTTP beside gRPC (`python -m bench.http_face`)", lambda found: http_table(found["figures"])),
+        ("claims", "Claims (`python -m bench.claims`)", lambda found: claims_table(found["claims"])),
+    )
+    for stem, title, rendered in sections:
+        if stem in records:
+            parts += [f"## {title}\n", rendered(records[stem]["results"]), f"{_taken(records[stem])}\n"]
     return "\n".join(parts)
 
 
@@ -128,9 +132,9 @@ def _served_rows(results: Document, shape: str) -> Iterator[Row]:
 
 def _row(name: str, figures: Mapping[str, Document | None], *, is_rate: bool) -> Row:
     medians = {who: each["median"] for who, each in figures.items() if each}
-    cells = (_number(medians.get(who)) for who in (OURS, VLLM, LLAMA, TRANSFORMERS))
+    cells = (number(medians.get(who)) for who in (OURS, VLLM, LLAMA, TRANSFORMERS))
     ours, theirs = medians.get(OURS), medians.get(VLLM)
-    ratio = _MISSING if ours is None or theirs is None else f"{ours / theirs if is_rate else theirs / ours:.2f}"
+    ratio = MISSING if ours is None or theirs is None else f"{ours / theirs if is_rate else theirs / ours:.2f}"
     return (name, *cells, ratio)
 
 
@@ -142,71 +146,28 @@ def _goodput_rows(record: Record | None) -> Iterator[Row]:
         for name in (AUTO, DISAGGREGATED, COLOCATED):
             if name in servers:
                 ours, theirs = servers[name]["goodput_per_s"], None if vllm is None else vllm["goodput_per_s"]
-                ratio = f"{ours / theirs:.2f}" if ours and theirs else _MISSING
+                ratio = f"{ours / theirs:.2f}" if ours and theirs else MISSING
                 if ours and vllm is not None and not theirs and vllm["failed_per_s"]:
                     ratio = f"> {ours / vllm['failed_per_s']:.1f}"
-                figures = (_goodput(servers[name]), _MISSING if vllm is None else _goodput(vllm))
-                yield (f"goodput, {load}, {name.split()[-1]}, requests/s", *figures, _MISSING, _MISSING, ratio)
+                figures = (_goodput(servers[name]), MISSING if vllm is None else _goodput(vllm))
+                yield (f"goodput, {load}, {name.split()[-1]}, requests/s", *figures, MISSING, MISSING, ratio)
 
 
 def _goodput(server: Document) -> str:
     passed, failed = server["goodput_per_s"], server["failed_per_s"]
-    return f"{passed:.2f}" if passed else f"< {failed:.2f}" if failed else _MISSING
-
-
-def _gpu(results: Document, kernels: Document) -> list[str]:
-    rows: list[Row] = []
-    for part in results["parts"]:
-        found = part["result"]
-        if part["name"] == "served" and found:
-            for name, server in found["servers"].items():
-                load, latency = server["options"], server["latencies_s"]
-                lengths = f"{load['concurrency']} × ({load['prompt_tokens']} + {load['output_tokens']})"
-                head = f"{found['model']}: served {lengths}, {name}"
-                rows.append((f"{head}, tokens/s", _number(server["rates_per_s"]["output_tokens"])))
-                for key, what in (("ttft", "first token"), ("itl", "gap")):
-                    median, last = (_number(latency[key][which] * 1e3) for which in ("p50", "p99"))
-                    rows.append((f"{head}: {what} p50, p99, ms", f"{median}, {last}"))
-        if part["name"] == "transfer" and found:
-            for each in found["results"]:
-                what = f"hand-off, {each['transport']}, blocks of {each['block_bytes'] / 1024:.0f} KiB, GB/s"
-                rows.append((what, _number(each["median_gb_per_s"])))
-    rows += [(f"idle share of the device, {gap['how']}", f"{gap['idle_share']:.1%}") for gap in kernels["launch_gaps"]]
-    return [table(("figure", "Tandem"), rows)]
-
-
-def _gpu_beside_vllm(record: Document) -> str:
-    """Returns a row for each load and figure of a deployment that vLLM has, too."""
-    rows = []
-    for deployment in ("one worker", "one prefill and one decode worker"):
-        for load, ours in record[f"tandem {deployment}"].items():
-            theirs, head = record["vllm"][load], f"{load.replace('x', '×')}, {deployment}"
-            figures = {OURS: {"median": ours["tok_s"]}, VLLM: {"median": theirs["tok_s"]}}
-            rows.append(_row(f"{head}, tokens/s", figures, is_rate=True))
-            for key, what in (("ttft", "first token"), ("itl", "gap")):
-                for which in ("p50", "p99"):
-                    figures = {who: {"median": each[f"{key}_{which}"]} for who, each in ((OURS, ours), (VLLM, theirs))}
-                    rows.append(_row(f"{head}: {what} {which}, ms", figures, is_rate=False))
-    return table(("figure", "Tandem", "vLLM", "times vLLM"), [(*row[:3], row[-1]) for row in rows])
+    return f"{passed:.2f}" if passed else f"< {failed:.2f}" if failed else MISSING
 
 
 def _transfers(results: Document) -> str:
     header = ("transport", "block, KiB", "GB/s", "of its ceiling", "one block, ms", "none, ms")
     rows = [
         (
-            *(each["transport"], f"{each['block_bytes'] / 1024:.0f}", _number(each["median_gb_per_s"])),
-            *(_number(each[name]) for name in ("of_ceiling", "one_block_ms", "empty_ms")),
+            *(each["transport"], f"{each['block_bytes'] / 1024:.0f}", number(each["median_gb_per_s"])),
+            *(number(each[name]) for name in ("of_ceiling", "one_block_ms", "empty_ms")),
         )
         for each in results["results"]
     ]
     return table(header, rows)
-
-
-def _number(value: float | None) -> str:
-    """Three digits that count."""
-    if value is None:
-        return _MISSING
-    return f"{value:,.0f}" if value >= 100 else f"{value:.1f}" if value >= 10 else f"{value:.2f}"
 
 
 def put(page: str, records: Mapping[str, Record]) -> str:
@@ -317,7 +278,7 @@ def _settings(settings: set[tuple[int, int]]) -> str:
     sizes, chunks = (sorted({each[place] for each in settings}) for place in (0, 1))
     if settings and len(settings) == len(chunks) * len(sizes):
         return f"{', '.join(map(str, sizes))} · {', '.join(map(str, chunks))}"
-    return "; ".join(f"{size} · {chunk}" for size, chunk in sorted(settings)) or _MISSING
+    return "; ".join(f"{size} · {chunk}" for size, chunk in sorted(settings)) or MISSING
 
 
 def draw_chart(records: Mapping[str, Record], path: Path) -> None:

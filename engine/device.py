@@ -87,7 +87,8 @@ class Device:
         """The end of what the current stream has queued so far."""
         if not self.is_asynchronous:
             return Mark(None)
-        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        # blocking: whoever waits for it sleeps, where it would otherwise keep a core busy for whole steps
+        event = torch.cuda.Event(enable_timing=True, blocking=True)  # type: ignore[no-untyped-call]
         event.record()
         return Mark(event)
 

@@ -49,7 +49,7 @@ class _Entry:
     """One set: `obstacle` returns why it cannot run on a device with a dtype, or None; `describe` what it is."""
 
     name: str
-    describe: Callable[[], str]
+    describe: Callable[[torch.device], str]
     obstacle: Callable[[torch.device, torch.dtype], str | None]
     load: Callable[[], Kernels]
 
@@ -66,19 +66,17 @@ def _load_reference() -> Kernels:
 
 
 _REGISTRY = (
-    _Entry(
-        "flash_attn", lambda: "the package flash_attn_3 or flash-attn, Triton for the rest", flash.obstacle, flash.load
-    ),
-    _Entry("triton", lambda: "compiled Triton kernels", triton.obstacle, triton.load),
-    _Entry(_CPU, cpu.describe, cpu.obstacle, cpu.load),
-    _Entry("reference", lambda: "plain torch, any device", _reference_obstacle, _load_reference),
+    _Entry("flash_attn", flash.describe, flash.obstacle, flash.load),
+    _Entry("triton", lambda _: "compiled Triton kernels", triton.obstacle, triton.load),
+    _Entry(_CPU, lambda _: cpu.describe(), cpu.obstacle, cpu.load),
+    _Entry("reference", lambda _: "plain torch, any device", _reference_obstacle, _load_reference),
 )
 
 
 def available_backends(device: torch.device, dtype: torch.dtype = torch.float32) -> list[BackendStatus]:
     """Every set of this version, best first, and whether it runs on `device` with `dtype`."""
     obstacles = [(entry, entry.obstacle(device, dtype)) for entry in _REGISTRY]
-    return [BackendStatus(each.name, why is None, why or each.describe()) for each, why in obstacles]
+    return [BackendStatus(each.name, why is None, why or each.describe(device)) for each, why in obstacles]
 
 
 def held_forms(device: torch.device, dtype: torch.dtype) -> dict[str, dict[QuantForm, tuple[int, ...]]]:
@@ -147,9 +145,10 @@ def select_kernels(name: str, device: torch.device, dtype: torch.dtype, cpu_tier
             continue
         obstacle = entry.obstacle(device, dtype)
         if obstacle is None:
+            what = entry.describe(device)
             if name == AUTO:
-                _log.info("kernels chosen", name=entry.name, what=entry.describe(), passed_over="; ".join(passed_over))
-            why = "; ".join((entry.describe(), *passed_over))
+                _log.info("kernels chosen", name=entry.name, what=what, passed_over="; ".join(passed_over))
+            why = "; ".join((what, *passed_over))
             with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
                 return replace(entry.load(), decision=decision("kernels", entry.name, _OPTION, name != AUTO, why))
         if name != AUTO:

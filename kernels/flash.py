@@ -1,6 +1,7 @@
 """The `flash_attn` back-end: FlashAttention's own kernels for steps of prompts, Triton's for the rest.
 
-Sources: Dao, FlashAttention-2 (arXiv 2307.08691); Shah et al., FlashAttention-3 (arXiv 2407.08608), for Hopper.
+Sources: Dao, FlashAttention-2 (arXiv 2307.08691); Shah et al., FlashAttention-3 (arXiv 2407.08608), for Hopper; for
+Hopper and Blackwell the package flash-attn-4 (FlashAttention in the CuTe DSL), where version 3 is not there.
 A step in which every seq computes two tokens or more is cut into runs of neighbouring seqs:
 
     FRESH   all keys are this step's own: read from the ragged k and v, no block table at all
@@ -8,12 +9,14 @@ A step in which every seq computes two tokens or more is cut into runs of neighb
 
 Steps in which streams take part are Triton's as a whole. For decode on an H100 version 3 takes up to 1.4 times as long
 with short contexts and 7 % less with long ones; what it costs on the host to cut a step in two was not measured. For
-prompts version 2 takes 1.2 to 1.7 times as long as Triton there: on Hopper version 3 alone is used (bench/LOG.md,
-"flash-attn on a GPU").
+prompts version 2 takes 1.2 to 1.7 times as long as Triton there, so it is not used there (bench/LOG.md, "flash-attn on
+a GPU"). Version 4 was not measured.
 
 Heads have up to 256 elements; those that are no multiple of 8 would be padded, which would copy the pool. flash-attn 2
 takes blocks of 256 tokens and their multiples only ("Paged KV cache block size must be divisible by 256"), version 3
-any. What the package does not take, sinks among it, goes to the other back-end.
+any. Version 4 takes pages of any size, but those that hold whole tiles of keys are loaded with the rows behind a
+sequence's end, which must be finite then: here it gets smaller ones. What the package does not take, sinks among it,
+goes to the other back-end.
 
 torch has a copy of the same kernels (`torch.nn.attention.varlen`) without soft cap; it is not
 used, since Triton's kernels stand there already and nothing shows that it would beat them.
@@ -26,7 +29,7 @@ from __future__ import annotations
 import enum
 import importlib
 import inspect
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, groupby, pairwise
 from types import ModuleType
@@ -47,12 +50,20 @@ MAX_HEAD_DIM, HEAD_DIM_MULTIPLE = 256, 8
 MIN_FRESH_TOKENS = 256
 """A shorter fresh run beside paged ones joins them: one launch less per layer. Chosen, not measured."""
 _DTYPES = (torch.bfloat16, torch.float16)
-_MODULE_2, _MODULE_3 = "flash_attn", "flash_attn_interface"
 _FRESH_3 = ("softcap", "window_size", "return_attn_probs")
 """Arguments of the call. Without the last one the call returns a tuple (before August 2025)."""
 _PAGED_3 = ("cache_seqlens", "page_table", "cu_seqlens_q", "softcap", "window_size")
+_CALL_4 = (
+    *("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k", "seqused_k", "page_table"),
+    *("softmax_scale", "causal", "window_size"),
+)
+_LEAST_TILE = 64
+"""Keys of the smallest tile of version 4."""
 _HOPPER = 9
-"""Major compute capability of the GPUs that version 3 is made for."""
+_BLACKWELL = (10, 11)
+"""Major compute capabilities of the GPUs that versions 3 and 4 are made for; 12 has no pages in version 4."""
+_WIDEST_4, _WIDE_4 = 256, 128
+"""Head dimensions of version 4 on Blackwell: up to the latter, and the former alone."""
 
 
 class Source(enum.Enum):
@@ -80,6 +91,10 @@ class Flash2:
     def takes(self, block_size: int) -> bool:
         """Whether `paged` serves such blocks."""
         return block_size % PAGE_MULTIPLE == 0
+
+    def computes(self, head_dim: int, params: AttentionParams) -> bool:
+        """Whether it computes such heads."""
+        return head_dim <= MAX_HEAD_DIM and head_dim % HEAD_DIM_MULTIPLE == 0 and params.sinks is None
 
     def fresh(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, metadata: AttentionMetadata, params: AttentionParams
@@ -127,6 +142,56 @@ class Flash3(Flash2):
             cu_seqlens_q=metadata.cu_seqlens_q,
             max_seqlen_q=metadata.max_query_len,
             **_options(params),
+        )
+        return out
+
+
+@dataclass(frozen=True, slots=True)
+class Flash4(Flash2):
+    """The package flash-attn-4, whose module is flash_attn.cute.
+
+    It compiles each kind of call when it is first made, for seconds, in the steps of a warm-up.
+    """
+
+    def takes(self, block_size: int) -> bool:
+        """See `Flash2.takes`."""
+        return block_size < _LEAST_TILE
+
+    def computes(self, head_dim: int, params: AttentionParams) -> bool:
+        """See `Flash2.computes`; a soft cap is a function that the package reads anew in each call, on the host."""
+        is_known = head_dim <= _WIDE_4 or head_dim == _WIDEST_4
+        return is_known and params.soft_cap is None and Flash2.computes(self, head_dim, params)
+
+    def fresh(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, metadata: AttentionMetadata, params: AttentionParams
+    ) -> torch.Tensor:
+        """See `Flash2.fresh`."""
+        keys = {"cu_seqlens_k": metadata.cu_seqlens_q, "max_seqlen_k": metadata.max_query_len}
+        return self._call((q, k, v), metadata, params, keys)
+
+    def paged(
+        self, q: torch.Tensor, kv_layer: torch.Tensor, metadata: AttentionMetadata, params: AttentionParams
+    ) -> torch.Tensor:
+        """See `Flash2.paged`."""
+        keys = {"seqused_k": metadata.seq_lens, "page_table": metadata.block_tables}
+        return self._call((q, *_sides(kv_layer)), metadata, params, keys | {"max_seqlen_k": metadata.max_seq_len})
+
+    def _call(
+        self,
+        tensors: tuple[torch.Tensor, ...],
+        metadata: AttentionMetadata,
+        params: AttentionParams,
+        keys: dict[str, Any],
+    ) -> torch.Tensor:
+        out: torch.Tensor
+        out, _ = self.module.flash_attn_varlen_func(
+            *tensors,
+            cu_seqlens_q=metadata.cu_seqlens_q,
+            max_seqlen_q=metadata.max_query_len,
+            softmax_scale=params.scale,
+            causal=True,
+            window_size=(None, None) if params.sliding_window is None else (params.sliding_window - 1, 0),
+            **keys,
         )
         return out
 
@@ -181,9 +246,8 @@ class FlashAttention:
     ) -> torch.Tensor:
         """See `AttentionBackend.attend`."""
         dims = check_attend(q, kv_layer, metadata, params)
-        wrong_heads = dims["D"] > MAX_HEAD_DIM or dims["D"] % HEAD_DIM_MULTIPLE
-        has_streams = min(metadata.query_lens_host) <= 1
-        if has_streams or wrong_heads or is_quantized(kv_layer) or params.sinks is not None:
+        has_streams = metadata.is_padded or min(metadata.query_lens_host) <= 1  # of captured steps lengths are bounds
+        if has_streams or is_quantized(kv_layer) or not self.library.computes(dims["D"], params):
             return self.other.attend(q, k, v, kv_layer, metadata, params)
         runs = plan_runs(metadata.query_lens_host, metadata.seq_lens_host, MIN_FRESH_TOKENS)
         library = self.library
@@ -232,33 +296,65 @@ def obstacle(device: torch.device, dtype: torch.dtype) -> str | None:
     return found if isinstance(found, str) else None
 
 
-def _find(device: torch.device) -> ModuleType | str:
+@dataclass(frozen=True, slots=True)
+class _Package:
+    """A package: `wanted` are by function the arguments that it must take."""
+
+    name: str
+    module: str
+    library: type[Flash2]
+    wanted: Mapping[str, Sequence[str]]
+
+
+_VERSION_2 = _Package(
+    "flash-attn 2", "flash_attn", Flash2, {"flash_attn_varlen_func": ("block_table", "softcap", "window_size")}
+)
+_VERSION_3 = _Package(
+    "flash-attn 3",
+    "flash_attn_interface",
+    Flash3,
+    {"flash_attn_varlen_func": _FRESH_3, "flash_attn_with_kvcache": _PAGED_3},
+)
+_VERSION_4 = _Package("flash-attn 4", "flash_attn.cute", Flash4, {"flash_attn_varlen_func": _CALL_4})
+_BY_CAPABILITY = {_HOPPER: (_VERSION_3, _VERSION_4), **dict.fromkeys(_BLACKWELL, (_VERSION_4, _VERSION_2))}
+"""What is looked for, best first; on all other GPUs version 2."""
+
+
+def _find(device: torch.device) -> tuple[_Package, Flash2] | str:
     """The package for `device`, or why none can be used: what it offers counts, not its number."""
-    if torch.cuda.get_device_capability(device)[0] == _HOPPER:
-        return _module(_MODULE_3, flash_attn_varlen_func=_FRESH_3, flash_attn_with_kvcache=_PAGED_3)
-    return _module(_MODULE_2, flash_attn_varlen_func=("block_table", "softcap", "window_size"))
+    obstacles = []
+    for package in _BY_CAPABILITY.get(torch.cuda.get_device_capability(device)[0], (_VERSION_2,)):
+        module = _module(package)
+        if not isinstance(module, str):
+            return package, package.library(module)
+        obstacles.append(module)
+    return "; ".join(obstacles)
 
 
-def _module(name: str, **wanted: Sequence[str]) -> ModuleType | str:
-    """The package, or why it is of no use. `wanted`: by function, arguments that it must take."""
+def _module(package: _Package) -> ModuleType | str:
+    """The module, or why it is of no use."""
     try:
-        module = importlib.import_module(name)
-        for function, arguments in wanted.items():
+        module = importlib.import_module(package.module)
+        for function, arguments in package.wanted.items():
             missing = set(arguments) - inspect.signature(getattr(module, function)).parameters.keys()
             if missing:
                 lacks = f"{function} takes no {', '.join(sorted(missing))}"
-                return f"the package {name} is too old or too new: {lacks}"
+                return f"the package {package.module} is too old or too new: {lacks}"
     except (ImportError, AttributeError) as error:  # not there, built for another torch, or another package
-        return f"the package {name} cannot be used: {error}"
+        return f"the package {package.module} cannot be used: {error}"
     return module
+
+
+def describe(device: torch.device) -> str:
+    """Which package serves `device`; `obstacle` is None."""
+    found = _find(device)
+    return found if isinstance(found, str) else f"{found[0].name} for prompts, Triton for the rest"
 
 
 def load() -> Kernels:
     """For the current device. Imports the package and Triton; call it only where `obstacle` is None."""
-    device = torch.device("cuda", torch.cuda.current_device())
-    module = _find(device)
-    if isinstance(module, str):
-        raise InternalError(module)
+    found = _find(torch.device("cuda", torch.cuda.current_device()))
+    if isinstance(found, str):
+        raise InternalError(found)
     fallback = triton.load()
-    library = Flash2(module) if module.__name__ == _MODULE_2 else Flash3(module)
-    return replace(fallback, attention=FlashAttention(library, fallback.attention))
+    return replace(fallback, attention=FlashAttention(found[1], fallback.attention))

@@ -58,6 +58,8 @@ class DecoderBuilder:
         self._read = partial(store.read, dtype=dtype, device=device)
         self._read_weight = partial(store.read_weight, dtype=dtype, device=device)
         self._forms = Counter[str]()
+        self.rounds = False
+        """Whether activations meet a weight in FP8 that are rounded."""
 
     def build(self) -> Decoder:
         """Reads everything."""
@@ -116,7 +118,7 @@ class DecoderBuilder:
         if method:
             forms = ", ".join(f"{form}: {count}" for form, count in self._forms.items())
             _log.info("weights quantised", method=method, linear_maps=forms)
-        if self._store.rounds_activations:
+        if self._store.rounds_activations and not self.rounds:
             _log.info("activations are multiplied as they are, not rounded to 8 bits as the checkpoint allows")
 
     def _layer(self, index: int) -> DecoderLayer:
@@ -307,6 +309,7 @@ class DecoderBuilder:
             weight = quantize(weight, self._form)
         if isinstance(weight, QuantizedWeight):
             is_kept = self._operations.keeps(weight)
+            self.rounds |= self._operations.rounds(weight)
             label = f"{weight.form} by {weight.group}" + ("" if is_kept else ", dequantised for these kernels")
         else:
             label = "plain" if known is not None or not any(map(self._store.is_quantized, names)) else "dequantised"

@@ -12,6 +12,7 @@ import torch
 from kernels.group import Group
 from kernels.operations import Kernels
 from kernels.quantized import QuantForm
+from models.activations import PLAIN, with_activations
 from models.config import CONFIG_FILE, ModelShape, load_model_config, read_config, read_dtype
 from models.config_json import ConfigJson
 from models.decoder import Decoder
@@ -80,12 +81,14 @@ def load_model(
     form: QuantForm | None = None,
     implementation: str = AUTO,
     context_tokens: int | None = None,
+    activations: str = AUTO,
     group: Group | None = None,
 ) -> LoadedModel:
     """Loads the folder or GGUF file `path` onto `device` for activations of `dtype` (None or `auto`: as saved).
 
     Linear maps of a plain checkpoint are rounded to `form`, the output projection too, the embedding not.
     `context_tokens`: the longest sequence that is served; None = as long as the model's context.
+    `activations` of long prompts: `fp8` rounds those that meet FP8 weights, `auto` where the checkpoint was made so.
     `group`: of the ranks that share the model, of which one is this process; a SoloGroup holds it whole and computes to
     the bit what ranks do. None holds it whole.
     `implementation`: `auto` is `native` for the families that it has, `transformers` for all others.
@@ -95,6 +98,8 @@ def load_model(
     read = ReadFiles(*(path / name for name in (CONFIG_FILE, INDEX_FILE, SINGLE_FILE)), *([gguf] if gguf else []))
     implementation, _ = check_loadable(path, implementation)
     if implementation == TRANSFORMERS:
+        if activations not in (AUTO, PLAIN):
+            raise ConfigError("--activations", f"{activations} is for families computed natively: leave it out")
         if group is not None:
             raise ConfigError(OPTION, f"models that transformers runs cannot be split: give 1 ({path})")
         return _load_with_transformers(path, read, dtype, device, kernels, form, context_tokens)
@@ -114,6 +119,7 @@ def load_model(
         store = GgufStore(read_gguf(gguf), config)
     if store.method is not None and form is not None:
         raise ConfigError("--quantize", f"{path} is quantised already ({store.method})")
+    kernels = with_activations(kernels, activations, device, is_made_so=store.rounds_activations)
     with store:
         chosen = _choose_dtype(dtype, config.dtype or store.saved_dtype())
         builder = DecoderBuilder(config, store, torch_dtype(chosen), device, kernels, form, shard)
@@ -121,8 +127,10 @@ def load_model(
     builder.tell()
     scaling = config.rope.scaling
     takes_long = "long factors" if isinstance(scaling, LongRopeScaling) and scaling.is_long else None
+    rounded = "fp8 activations" if builder.rounds else None
     sums = None if shard is None else "sums by segments"
-    return LoadedModel(config, decoder, chosen, device, fingerprint_files(read, chosen, form, takes_long, sums), shard)
+    fingerprint = fingerprint_files(read, chosen, form, takes_long, rounded, sums)
+    return LoadedModel(config, decoder, chosen, device, fingerprint, shard)
 
 
 def _load_with_transformers(

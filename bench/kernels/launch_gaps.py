@@ -1,4 +1,4 @@
-"""How much of a decode step a GPU spends waiting for launches, with and without CUDA graphs.
+"""How long a GPU waits for launches in a decode step, and in one beside a prompt, with and without CUDA graphs.
 
 A small model on purpose: the shorter its kernels, the more launches cost. Wall time comes from steps
 queued one after the other, the device's busy time from torch's profiler over the same steps.
@@ -20,10 +20,11 @@ from bench.support.step_timer import two_in_flight
 from bench.support.timing import Call
 from engine.batch import Batch, build_batch
 from engine.draws import SampleSpec
-from engine.graphs import CudaCapturer, DecodeGraphs
+from engine.graph_shapes import GraphLadder
+from engine.graphs import CudaCapturer, StepGraphs
 from engine.kv_cache import KvCache
 from engine.runner import Runner
-from engine.step import ScheduledSeq, Step
+from engine.step import DecodeRows, ScheduledSeq, Step
 from kernels.compiled_step import StepInputs
 from kernels.dispatch import AUTO, select_kernels
 from kernels.operations import Kernels
@@ -32,6 +33,8 @@ from tandem.types import BlockId, SamplingParams, TokenId
 
 _MODEL, _BATCH, _CONTEXT, _BLOCK_SIZE = "135m", 32, 1024, 16
 _STEPS = 100
+_RUNG = 512
+"""Tokens of the step with a prompt."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,15 +93,22 @@ def _measure_all(model: LoadedModel, kv_cache: KvCache, kernels: Kernels) -> lis
     gc.freeze()  # as a worker does: a collection would walk all that other benches have left
     seqs = _scheduled(model.config.vocab_size)
     step = Step(tuple(seqs))
-    batch = build_batch(seqs, _BLOCK_SIZE, model.device)
-    graphs = DecodeGraphs(model.decoder, kv_cache.tensor, model.config.vocab_size, (_BATCH,), (_CONTEXT + _BLOCK_SIZE,))
+    ladder = GraphLadder((_BATCH,), (_RUNG,), _BATCH + 1, (_CONTEXT + _BLOCK_SIZE,))
+    graphs = StepGraphs(model.decoder, kv_cache.tensor, model.config.vocab_size, ladder)
     graphs.capture(CudaCapturer(model.device))
-    runner = Runner(model.decoder, kv_cache, kernels, graphs)
+    batch = build_batch(seqs, _BLOCK_SIZE, model.device, shape_of=graphs.shape_of)
+    runner, eager = Runner(model.decoder, kv_cache, kernels, graphs), Runner(model.decoder, kv_cache, kernels)
+    prompt = ScheduledSeq((TokenId(0),) * (_RUNG - _BATCH), 0, seqs[0].block_table, seqs[0].samples)
+    mixed = Step((prompt,), rows=DecodeRows.of(seqs))
     return [
         measure_gap("launched one by one", lambda: _forward(model, kv_cache, batch)),
         measure_gap("captured", lambda: graphs.run(batch)),
         measure_gap("captured, whole engine step", lambda: runner.run(step)),
         measure_gap("captured, engine with two steps in flight", two_in_flight(runner, step)),
+        measure_gap(
+            f"beside a prompt, {_RUNG} tokens, whole engine step, launched one by one", lambda: eager.run(mixed)
+        ),
+        measure_gap(f"beside a prompt, {_RUNG} tokens, whole engine step, captured", lambda: runner.run(mixed)),
     ]
 
 

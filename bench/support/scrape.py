@@ -12,7 +12,7 @@ _TIMEOUT_S = 5.0
 
 
 def worker_counters(admin_address: str) -> Counter[str]:
-    """Returns the sums over all workers of each counter and of each histogram's sum and count; `name{labels}` names it.
+    """Returns the sums over all workers of each counter, gauge, and histogram's sum and count; `name{labels}` names it.
 
     `admin_address` is the router's, which lists the workers' pages.
     """
@@ -21,7 +21,7 @@ def worker_counters(admin_address: str) -> Counter[str]:
         if target["labels"]["role"] == "router":
             continue
         for family in text_string_to_metric_families(_fetch(f"http://{target['targets'][0]}/metrics")):
-            for sample in family.samples if family.type in ("counter", "histogram") else ():
+            for sample in family.samples if family.type in ("counter", "gauge", "histogram") else ():
                 if sample.name.startswith("tandem_") and not sample.name.endswith("_bucket"):
                     labels = ",".join(value for _, value in sorted(sample.labels.items()))
                     found[f"{sample.name}{{{labels}}}"] += sample.value  # type: ignore[assignment]

@@ -111,6 +111,16 @@ class StepTimer:
         """Of a step made from those of `step`."""
         return self._time(step, repeats).median_s
 
+    def launch_s(self, step: Step, repeats: int = 9) -> float:
+        """Median seconds for which the host lays the step out and launches it, with an idle device."""
+        times = []
+        for _ in range(repeats):
+            began_s = time.perf_counter()
+            launched = self._runner.launch(self._runner.prepare(step), None)
+            times.append(time.perf_counter() - began_s)
+            self._runner.collect(launched)
+        return statistics.median(times)
+
     def _time(self, step: Step, repeats: int) -> Timing:
         self.run(step)
         times = [self.run(step) for _ in range(repeats)]

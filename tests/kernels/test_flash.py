@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import sys
+from dataclasses import replace
 from types import ModuleType
 
 import pytest
@@ -12,7 +13,7 @@ import torch
 from kernels import flash, triton
 from kernels.attention import AttentionMetadata, AttentionParams
 from kernels.dispatch import available_backends
-from kernels.flash import Flash2, Flash3, FlashAttention, Run, Source, plan_runs
+from kernels.flash import Flash2, Flash3, Flash4, FlashAttention, Run, Source, plan_runs
 from kernels.reference import ReferenceBackend
 from tests.kernels.oracle import LENS, Case
 
@@ -91,6 +92,42 @@ class FakeFlash3(FakeFlash):
         return self._attend(q, kv_layer, [query_lens, cache_seqlens.tolist()], page_table, options)
 
 
+class FakeFlash4(FakeFlash):
+    """flash-attn 4's function, by its own names: a pair is returned, and a side without a window is None."""
+
+    def flash_attn_varlen_func(
+        self,
+        q,
+        k,
+        v,
+        *,
+        cu_seqlens_q,
+        max_seqlen_q,
+        max_seqlen_k,
+        softmax_scale,
+        causal,
+        window_size,
+        cu_seqlens_k=None,
+        seqused_k=None,
+        page_table=None,
+    ):
+        query_lens = cu_seqlens_q.diff().tolist()
+        lens = [query_lens, (cu_seqlens_k.diff() if seqused_k is None else seqused_k).tolist()]
+        assert (max(lens[0]), max(lens[1])) == (max_seqlen_q, max_seqlen_k)
+        if page_table is None:
+            self.calls.append("ragged")
+            page_table, kv_layer = self._as_blocks(k, v, lens[1])
+        else:
+            assert cu_seqlens_k is None, "page_table is not supported with cu_seqlens_k"
+            assert page_table.dtype is torch.int32
+            assert page_table.stride(-1) == 1
+            self.calls.append("paged")
+            kv_layer = torch.stack((k, v), 1).transpose(2, 3)
+        window = (-1, -1) if window_size == (None, None) else window_size
+        options = {"softmax_scale": softmax_scale, "causal": causal, "window_size": window, "softcap": 0.0}
+        return self._attend(q, kv_layer, lens, page_table, options), None
+
+
 class Noting(ReferenceBackend):
     """The back-end for the rest; notes how many seqs it was given."""
 
@@ -134,6 +171,9 @@ def test_the_parts_make_the_whole(monkeypatch, kind, block_size, window, soft_ca
     Case(PROMPTS[kind], block_size).check(FlashAttention(Flash2(library), other), window, soft_cap)
     assert bool(other.batches) == (kind != "fresh prompts" and block_size == 16)
     Case(PROMPTS[kind], block_size).check(FlashAttention(Flash3(FakeFlash3()), None), window, soft_cap)
+    library, other = FakeFlash4(), Noting()
+    Case(PROMPTS[kind], block_size).check(FlashAttention(Flash4(library), other), window, soft_cap)
+    assert bool(other.batches) == (soft_cap is not None or (kind != "fresh prompts" and block_size == 256))
 
 
 @pytest.mark.parametrize(
@@ -159,6 +199,13 @@ def test_a_step_with_streams_goes_elsewhere_as_a_whole(kind):
     assert (library.calls, other.batches) == ([], [len(LENS[kind])])
 
 
+def test_a_captured_step_goes_elsewhere_whatever_its_lengths_are():
+    library, other, case = FakeFlash3(), Noting(), Case(LENS["fresh prompts"], 256)
+    case.metadata = replace(case.metadata, is_padded=True)
+    case.check(FlashAttention(Flash3(library), other))
+    assert (library.calls, other.batches) == ([], [len(LENS["fresh prompts"])])
+
+
 def test_heads_that_flash_attn_would_pad_or_refuse_go_elsewhere():
     for head_dim in (12, 264):
         library, other = FakeFlash(), Noting()
@@ -166,16 +213,24 @@ def test_heads_that_flash_attn_would_pad_or_refuse_go_elsewhere():
         assert (library.calls, other.batches) == ([], [3])
 
 
+def test_version_4_computes_heads_of_up_to_128_elements_and_of_256():
+    for head_dim, is_its in ((128, True), (136, False), (256, True)):
+        library, other = FakeFlash4(), Noting()
+        Case(LENS["fresh prompts"], 16, head_dim=head_dim).check(FlashAttention(Flash4(library), other))
+        assert (bool(library.calls), bool(other.batches)) == (is_its, not is_its)
+
+
 def packages(monkeypatch, capability=(9, 0), **installed):
     """What can be imported: a module of each name whose calls take these arguments; None = it is broken."""
     monkeypatch.setattr(triton, "obstacle", lambda *_: None)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: capability)
-    for name in ("flash_attn", "flash_attn_interface"):
+    for name in ("flash_attn", "flash_attn_interface", "flash_attn.cute"):
         module = ModuleType(name)
-        if installed.get(name) is None:
+        if installed.get(name.replace(".", "_")) is None:
             module = None
         else:
-            module.flash_attn_varlen_func = module.flash_attn_with_kvcache = taking(*installed[name].split())
+            call = taking(*installed[name.replace(".", "_")].split())
+            module.flash_attn_varlen_func = module.flash_attn_with_kvcache = call
         monkeypatch.setitem(sys.modules, name, module)
 
 
@@ -192,6 +247,7 @@ def taking(*names):
 
 V2 = "block_table softcap window_size"
 V3 = "cache_seqlens page_table cu_seqlens_q softcap window_size return_attn_probs"
+V4 = "cu_seqlens_q cu_seqlens_k max_seqlen_q max_seqlen_k seqused_k page_table softmax_scale causal window_size"
 
 
 @pytest.mark.parametrize(
@@ -207,6 +263,8 @@ V3 = "cache_seqlens page_table cu_seqlens_q softcap window_size return_attn_prob
             "takes no return_attn",
         ),
         (torch.bfloat16, (9, 0), {"flash_attn": V2}, "flash_attn_interface cannot be used"),  # slower than Triton there
+        (torch.bfloat16, (9, 0), {"flash_attn_cute": V4.replace("seqused_k ", "")}, "flash_attn.cute is too old or"),
+        (torch.bfloat16, (12, 0), {"flash_attn_cute": V4}, "flash_attn cannot be used"),  # it has no pages there
     ],
 )
 def test_it_says_what_stands_in_the_way(monkeypatch, dtype, capability, installed, reason):
@@ -215,13 +273,22 @@ def test_it_says_what_stands_in_the_way(monkeypatch, dtype, capability, installe
 
 
 @pytest.mark.parametrize(
-    ("capability", "taken"), [((9, 0), "flash_attn_interface"), ((8, 0), "flash_attn"), ((10, 0), "flash_attn")]
+    ("capability", "lacking", "taken"),
+    [
+        ((9, 0), "", "flash-attn 3"),
+        ((9, 0), "flash_attn_interface", "flash-attn 4"),
+        ((10, 0), "", "flash-attn 4"),
+        ((10, 3), "flash_attn_cute", "flash-attn 2"),
+        ((8, 0), "", "flash-attn 2"),
+        ((12, 0), "", "flash-attn 2"),
+    ],
 )
-def test_version_3_serves_hopper_and_version_2_the_others(monkeypatch, capability, taken):
-    packages(monkeypatch, capability, flash_attn=V2, flash_attn_interface=V3)
+def test_each_gpu_has_the_version_that_is_made_for_it_and_says_which(monkeypatch, capability, lacking, taken):
+    installed = {"flash_attn": V2, "flash_attn_interface": V3, "flash_attn_cute": V4}
+    packages(monkeypatch, capability, **{name: each for name, each in installed.items() if name != lacking})
     device = torch.device("cuda", 0)
     assert flash.obstacle(device, torch.bfloat16) is None
-    assert flash._find(device).__name__ == taken
+    assert flash.describe(device) == f"{taken} for prompts, Triton for the rest"
 
 
 def test_it_needs_what_triton_needs():

@@ -195,6 +195,7 @@ def open_bench(load_tiny_engine: Callable[..., Engine]) -> Callable[..., object]
         *,
         staged_kv: bool = False,
         overlap_steps: bool = True,
+        is_asynchronous: bool = False,
         prefix_cache: bool = True,
         host_cache_bytes: int = 0,
         disk_cache_bytes: int = 0,
@@ -209,6 +210,7 @@ def open_bench(load_tiny_engine: Callable[..., Engine]) -> Callable[..., object]
             host_cache_bytes=host_cache_bytes,
             disk_cache_bytes=disk_cache_bytes,
         )
+        engine.thread.is_asynchronous = is_asynchronous
         memory = PoolMemory(
             engine.kv_cache.host_rows, engine.kv_cache.shared_fd, new_incarnation(), engine.kv_cache.staging
         )

@@ -55,6 +55,15 @@ async def test_a_pool_that_is_far_too_small_gives_the_same_tokens(
         assert (bench.engine.cache.counters.disk_stored_blocks > 0) == (disk_cache_bytes > 0)
 
 
+@pytest.mark.parametrize("block_size", [4, 16])
+async def test_steps_behind_prompts_as_on_a_gpu_give_the_same_tokens(
+    open_bench: Any, make_spec: MakeSpec, reference: Reference, block_size: int
+) -> None:
+    specs = [make_spec(length, MAX_TOKENS) for length in LENGTHS]
+    async with open_bench(block_size, 1024 // block_size, chunk_tokens=16, is_asynchronous=True) as bench:
+        assert await bench.complete(specs) == [[reference(spec)] for spec in specs]
+
+
 async def test_one_step_at_a_time_gives_the_same_tokens(
     open_bench: Any, make_spec: MakeSpec, reference: Reference
 ) -> None:

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from bench import gpu
-from bench.gpu import Part, parts, run_part
+from bench.gpu import Outcome, Part, parts, run_part, served_parts
 from kvtransfer.transports import TRANSPORTS
 
 GPU = {"gpu": "Test GPU", "driver": "1.2"}
@@ -41,6 +41,30 @@ def test_all_parts_together_take_less_than_ten_minutes() -> None:
     all_parts = parts([transport.name for transport in TRANSPORTS])
     together_s = max(each.limit_s for each in all_parts if not each.is_timed)
     assert together_s + sum(each.limit_s for each in all_parts if each.is_timed) < 600
+
+
+@pytest.mark.parametrize("is_there", [False, True])
+def test_vllm_runs_the_loads_where_it_imports(monkeypatch: pytest.MonkeyPatch, is_there: bool) -> None:
+    monkeypatch.setattr(gpu, "find_spec", lambda _: object() if is_there else None)
+    names = [each.name for each in served_parts("8b", "cuda")]
+    assert names == ["served", *["vllm"] * is_there]
+
+
+@pytest.mark.parametrize("succeeded", [True, False])
+def test_a_dry_run_serves_a_tiny_model_on_the_cpu_and_records_nothing(
+    monkeypatch: pytest.MonkeyPatch, succeeded: bool
+) -> None:
+    commands: list[str] = []
+
+    def run(wanted: list[Part]) -> list[Outcome]:
+        commands.extend(" ".join(each.command[2:]) for each in wanted)
+        return [Outcome(each.name, "", succeeded, 1.0, "") for each in wanted]
+
+    monkeypatch.setattr(gpu, "find_spec", lambda _: None)
+    monkeypatch.setattr(gpu, "run_parts", run)
+    monkeypatch.delattr(gpu, "write_record")
+    assert gpu.main(["--dry-run"]) == (0 if succeeded else 1)
+    assert commands == ["bench.served --shape smoke --device cpu --no-prefix-cache"]
 
 
 def test_everything_is_recorded_even_if_a_part_failed(monkeypatch: pytest.MonkeyPatch) -> None:
