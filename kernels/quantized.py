@@ -110,7 +110,7 @@ class QuantizedWeight:
         """The inputs `[start, stop)`, at borders of groups if an output has several: views. A single scale of an output
         is that of all its parts. Raises InternalError if a group would be cut.
         """
-        whole, packed = self.scales.shape[1] == 1, 2 if self.form is QuantForm.INT4 else 1
+        whole, packed = self.scales.shape[1] == 1, 2 if self.form in HALF_BYTES else 1
         if start % packed or stop % packed or not (whole or start % self.group == stop % self.group == 0):
             raise InternalError(f"columns: {start} to {stop} cut groups of {self.group}")
         index = slice(None) if whole else slice(start // self.group, stop // self.group)

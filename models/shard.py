@@ -21,7 +21,7 @@ import torch
 
 from kernels.group import Group
 from kernels.operations import Operations
-from kernels.quantized import QuantForm, QuantizedWeight
+from kernels.quantized import HALF_BYTES, QuantizedWeight
 from kernels.split_maps import SegmentedLinear
 from models.config import ModelConfig
 from tandem.errors import ConfigError
@@ -64,7 +64,7 @@ def _unit_of(weight: Weight, shares: int) -> int:
     if isinstance(weight, QuantizedWeight):
         if weight.group < num_inputs:
             return weight.group
-        least = 2 if weight.form is QuantForm.INT4 else 1
+        least = 2 if weight.form in HALF_BYTES else 1
     while unit > least and (num_inputs % (unit * shares) or num_inputs // unit < SEGMENTS):
         unit //= 2
     return unit
