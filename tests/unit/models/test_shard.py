@@ -19,6 +19,8 @@ PROMPTS = [random_prompt(33, 1), random_prompt(7, 2), random_prompt(50, 3)]
 WIDE = TinyModel("wide", "llama", {"num_attention_heads": 8, "head_dim": 64, "intermediate_size": 43 * 32})
 """Segments of its MLP are not equal; 4 and 8 ranks share a K/V head."""
 
+AT_2_TOO = {"gpt-oss", "llama-single-kv-head", "olmo2", "qwen2-moe"}
+
 
 @pytest.fixture(scope="module")
 def two():
@@ -38,7 +40,7 @@ def test_ranks_give_the_float32_tokens_of_transformers_and_the_bits_of_one(tiny,
     model = load_transformers(folder)
     expected = [reference_tokens(model, prompt, 8) for prompt in PROMPTS]
     alone = rows_of_logits(SoloGroup(), folder, "auto", "bfloat16")
-    for ranks in (two, four):
+    for ranks in (two, four) if tiny.name in AT_2_TOO else (four,):
         assert ranks.run(greedy_tokens, folder, "reference", PROMPTS, 8) == expected
         assert ranks.run(rows_of_logits, folder, "auto", "bfloat16") == alone
 
