@@ -18,7 +18,7 @@ from kernels.attention import AttentionBackend
 from kernels.gate_products import gate_product
 from kernels.gates import Activation, Gate
 from kernels.grouped import GroupedMap
-from kernels.quantized import QuantizedWeight
+from kernels.quantized import QuantizedWeight, dequantized
 from kernels.sampling import RowMaximum, Sampler
 from tandem.decision import Decision
 
@@ -60,6 +60,19 @@ class PlainLinear:
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """X `[T, in]` → `[T, out]`."""
         return F.linear(x, self.weight, self.bias)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class WideLinear:
+    """A weight as it came, multiplied in float32 or wider; the oracle of `Operations.wide_linear`."""
+
+    weight: torch.Tensor  # [out, in]
+    bias: torch.Tensor | None  # [out]
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """X `[T, in]` → `[T, out]`, float32 or wider."""
+        wide = torch.promote_types(x.dtype, torch.float32)
+        return F.linear(x.to(wide), self.weight.to(wide), None if self.bias is None else self.bias.to(wide))
 
 
 class Embedding(Protocol):
@@ -141,6 +154,19 @@ class Operations(Protocol):
 
     def linear(self, weight: torch.Tensor | QuantizedWeight, bias: torch.Tensor | None) -> LinearMap:
         """Packs `weight` `[out, in]` once, for `x @ weight.T + bias`; `bias` `[out]`."""
+
+    def wide_linear(self, weight: torch.Tensor | QuantizedWeight, bias: torch.Tensor | None) -> LinearMap:
+        """Packs `weight` as `linear` does; what comes out is float32 or wider, not rounded to the activations' dtype.
+
+        For parts of a product's inputs, whose sums are added before they are rounded.
+        """
+        return WideLinear(dequantized(weight), bias)
+
+    def segment_sum(self, segments: Sequence[LinearMap], borders: Sequence[int]) -> LinearMap | None:
+        """Returns one map of x `[T, in]` → `[T, out]` float32: `tree_sum` of what wide maps give of the inputs between
+        their `borders`. None if one map gains nothing.
+        """
+        return None
 
     def tied_embedding(self, linear: LinearMap) -> Embedding | None:
         """The rows of the plain weight that `linear` packed; None where that is held as it came."""

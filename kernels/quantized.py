@@ -106,6 +106,18 @@ class QuantizedWeight:
         offsets = None if self.offsets is None else self.offsets[index]
         return replace(self, values=self.values[index], scales=self.scales[index], offsets=offsets)
 
+    def columns(self, start: int, stop: int) -> QuantizedWeight:
+        """The inputs `[start, stop)`, at borders of groups if an output has several: views. A single scale of an output
+        is that of all its parts. Raises InternalError if a group would be cut.
+        """
+        whole, packed = self.scales.shape[1] == 1, 2 if self.form in HALF_BYTES else 1
+        if start % packed or stop % packed or not (whole or start % self.group == stop % self.group == 0):
+            raise InternalError(f"columns: {start} to {stop} cut groups of {self.group}")
+        index = slice(None) if whole else slice(start // self.group, stop // self.group)
+        offsets = None if self.offsets is None else self.offsets[:, index]
+        values = self.values[:, start // packed : stop // packed]
+        return replace(self, values=values, scales=self.scales[:, index], offsets=offsets)
+
     def dequantize(self, dtype: torch.dtype | None = None) -> torch.Tensor:
         """The weight `[out, in]` in `dtype` (None: its own); rounded once, from float32 or, for it, in float64."""
         dtype = dtype or self.dtype

@@ -12,11 +12,12 @@ from dataclasses import dataclass
 import torch
 
 from kernels.gate_products import gate_product
-from kernels.operations import Operations
+from kernels.operations import LinearMap, Operations
 from kernels.quantized import QuantizedWeight
 from models.config import ExpertConfig
 from models.experts import GroupedExperts
 from models.layers import GatedMlp
+from models.shard import Shard, gate_up_rows, rows_of
 
 Weight = torch.Tensor | QuantizedWeight
 
@@ -61,14 +62,20 @@ class ExpertWeights:
             return None
         return GroupedExperts(gate_up, down, gate_product(self.config.gate, operations.silu_mul), num_experts)
 
-    def separate(self, operations: Operations) -> tuple[GatedMlp, ...]:
-        """Makes the maps of each expert."""
+    def separate(self, operations: Operations, shard: Shard | None = None) -> tuple[GatedMlp, ...]:
+        """Makes the maps of each expert, whole or the part of `shard`, whose sums stay apart by segment."""
         config, experts = self.config, []
         for expert in range(config.num_experts):
             into, out = (_of_expert(weight, expert, config.num_experts) for weight in (self.gate_up, self.down))
-            biases = (None if each is None else each[expert] for each in (self.gate_up_bias, self.down_bias))
-            gate_up = operations.gated_linear(into, next(biases), config.gate)
-            experts.append(GatedMlp(gate_up, operations.linear(out, next(biases)), config.intermediate_size))
+            offset, last = (None if each is None else each[expert] for each in (self.gate_up_bias, self.down_bias))
+            if shard is None:
+                down: LinearMap = operations.linear(out, last)
+            else:
+                borders = shard.borders(out, "an expert's way back")
+                down = shard.segmented(operations, out, last, borders)
+                rows = gate_up_rows(range(borders[0], borders[-1]), config.intermediate_size, 1)[0]
+                into, offset = rows_of(into, rows), None if offset is None else offset[rows]
+            experts.append(GatedMlp(operations.gated_linear(into, offset, config.gate), down, config.intermediate_size))
         return tuple(experts)
 
 

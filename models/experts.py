@@ -41,7 +41,7 @@ class Experts(Protocol):
         """See `GroupedMap.waits_for_device`."""
 
     def __call__(self, x: torch.Tensor, expert_ids: torch.Tensor) -> torch.Tensor:
-        """X `[M, E]`, of each row its expert `[M]`, ascending → `[M, E]`."""
+        """X `[M, E]`, of each row its expert `[M]`, ascending → `[M, E]`, or as many E as segments if split."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -107,7 +107,7 @@ class RoutedExperts:
         computed = self.experts(x[order // ids.shape[1]], by_expert)
         back = torch.empty_like(order)
         back[order] = torch.arange(len(order), device=order.device)
-        parts = computed[back].view(*ids.shape, x.shape[1]).float() * shares[..., None]  # [T, K, E]
+        parts = computed[back].view(*ids.shape, computed.shape[1]).float() * shares[..., None]  # [T, K, E]
         total = parts[:, 0]
         for rank in range(1, ids.shape[1]):  # in this order, which a sum over the dimension does not promise
             total = total + parts[:, rank]

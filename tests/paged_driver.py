@@ -43,7 +43,7 @@ class PagedDriver:
     def __init__(self, model: LoadedModel, block_size: int, num_blocks: int) -> None:
         self._model = model
         self._block_size = block_size
-        layout = model.kv_layout(block_size)
+        layout = model.rank_layout(block_size)
         cache = KvCache.create(layout, num_blocks, CPU)
         cache.fill_poison()
         self._kv_cache = cache.tensor

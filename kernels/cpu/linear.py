@@ -41,6 +41,7 @@ class Product(ctypes.Structure):
         *((name, c_int64) for name in ("form", "inputs", "outputs", "gated", "group")),
         *((name, c_void_p) for name in ("packed", "scales", "offsets", "bias")),
         *((name, c_float) for name in ("alpha", "limit")),
+        ("wide", c_int64),
     )
 
     @classmethod
@@ -55,9 +56,10 @@ class Product(ctypes.Structure):
 
 
 def open_linear(
-    library: Library, weight: torch.Tensor, bias: torch.Tensor | None, gate: Gate | None
+    library: Library, weight: torch.Tensor, bias: torch.Tensor | None, gate: Gate | None, *, is_wide: bool = False
 ) -> NativeLinear | None:
     """The map for `weight` `[out, in]` and `bias` `[out]`; with a `gate` of activated gates times ups, rounded once.
+    Sums of one that `is_wide` stay float32.
 
     None where the weight's dtype is none of `FORMS`. Raises InternalError if weight and bias do not fit.
     """
@@ -68,6 +70,7 @@ def open_linear(
         return None
     form, suffix = FORMS[weight.dtype]
     product = Product.of(form, weight.shape[1], weight.shape[0], gate)
+    product.wide = is_wide
     address, num_bytes = ctypes.addressof(product), c_int64()
     library.bind("packed_bytes", c_void_p, c_void_p)(address, ctypes.addressof(num_bytes))
     packed = MEMORY.take(num_bytes.value)
@@ -97,7 +100,7 @@ class NativeLinear:
 
     __slots__ = (
         *("_bias", "_long", "_num_inputs", "_num_outputs", "_packed", "_product", "_short", "_short_tokens"),
-        *("dtype", "product_address"),
+        *("_out_dtype", "dtype", "product_address"),
     )
 
     def __init__(
@@ -112,6 +115,7 @@ class NativeLinear:
         self._num_inputs, self._num_outputs = int(product.inputs), int(product.outputs)
         self.dtype = dtype
         """Dtype of the activations."""
+        self._out_dtype = torch.float32 if product.wide else dtype
         self._product, self._packed = product, packed
         self._bias = None if bias is None else bias.contiguous()
         product.bias = None if self._bias is None else self._bias.data_ptr()
@@ -143,7 +147,10 @@ class NativeLinear:
         return sum(each.nbytes for each in self._packed)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """X `[T, in]`, rows contiguous → `[T, out]`. Sums in float32, rounded once. Raises InternalError by name."""
+        """X `[T, in]`, rows contiguous → `[T, out]`. Sums in float32, rounded once unless wide.
+
+        Raises InternalError by name.
+        """
         shape = x.shape
         if (
             len(shape) != 2
@@ -155,7 +162,7 @@ class NativeLinear:
             Dims(**{"in": self._num_inputs}).check("x", x, ("T", "in"), self.dtype, torch.device("cpu"))
             raise InternalError(f"x: {list(shape)} cannot be multiplied")
         tokens = shape[0]
-        out = torch.empty(tokens, self._num_outputs, dtype=self.dtype)
+        out = torch.empty(tokens, self._num_outputs, dtype=self._out_dtype)
         call = self._short if tokens <= self._short_tokens else self._long
         call(self.product_address, x.data_ptr(), x.stride()[0], tokens, out.data_ptr())
         return out

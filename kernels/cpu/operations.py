@@ -17,6 +17,7 @@ from kernels.cpu.experts import open_experts
 from kernels.cpu.library import Library
 from kernels.cpu.linear import NativeLinear, open_embedding, open_linear
 from kernels.cpu.quantized import can_keep, open_quantized
+from kernels.cpu.segments import open_segments
 from kernels.gates import Activation, Gate
 from kernels.operations import Embedding, ExpertMaps, LinearMap, Operations, PlainLinear, QkNorm, Rotation, Routing
 from kernels.quantized import QuantizedWeight, dequantized
@@ -107,12 +108,25 @@ class CpuOperations(Operations):
         """See `Operations.gated_linear`; rounded once where the weight is packed, else as two operations."""
         return self._native(weight, bias, gate) or super().gated_linear(weight, bias, gate)
 
+    def wide_linear(self, weight: torch.Tensor | QuantizedWeight, bias: torch.Tensor | None) -> LinearMap:
+        """See `Operations.wide_linear`."""
+        return self._native(weight, bias, None, is_wide=True) or super().wide_linear(weight, bias)
+
+    def segment_sum(self, segments: Sequence[LinearMap], borders: Sequence[int]) -> LinearMap | None:
+        """See `Operations.segment_sum`: where all weights are packed."""
+        return open_segments(self._library, segments, borders)
+
     def _native(
-        self, weight: torch.Tensor | QuantizedWeight, bias: torch.Tensor | None, gate: Gate | None
+        self,
+        weight: torch.Tensor | QuantizedWeight,
+        bias: torch.Tensor | None,
+        gate: Gate | None,
+        *,
+        is_wide: bool = False,
     ) -> NativeLinear | None:
         if isinstance(weight, QuantizedWeight) and can_keep(weight):
-            return open_quantized(self._library, weight, bias, gate)
-        return open_linear(self._library, dequantized(weight), bias, gate)
+            return open_quantized(self._library, weight, bias, gate, is_wide=is_wide)
+        return open_linear(self._library, dequantized(weight), bias, gate, is_wide=is_wide)
 
     def experts(
         self,

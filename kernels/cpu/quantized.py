@@ -32,7 +32,7 @@ def can_keep(weight: QuantizedWeight) -> bool:
 
 
 def open_quantized(
-    library: Library, weight: QuantizedWeight, bias: torch.Tensor | None, gate: Gate | None
+    library: Library, weight: QuantizedWeight, bias: torch.Tensor | None, gate: Gate | None, *, is_wide: bool = False
 ) -> NativeLinear:
     """The map of a weight that `can_keep`, as `open_linear` makes that of a plain one.
 
@@ -54,6 +54,7 @@ def open_quantized(
     else:
         scales = weight.scales
     product = Product.of(form, weight.num_inputs, weight.num_outputs, gate, weight.group)
+    product.wide = is_wide
     packed = _in_memory(_in_units(_words(weight), gated=gated))
     product.packed = packed.data_ptr()
     held = [packed, _in_memory(_in_units(scales, gated=gated))]

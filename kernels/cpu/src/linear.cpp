@@ -32,8 +32,9 @@ void many_tokens(const Product& p, const T* x, int64_t x_stride, int64_t tokens,
   over_units(count, 1, [&](int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end; ++i) {
       const int64_t from = i / columns * kTokens, first = i % columns * wide;
-      multiply_units(p, x + from * x_stride, x_stride, least(kTokens, tokens - from), out + from * p.out, p.out, first,
-                     least(first + wide, units), arena, (i + 1) % columns * wide);
+      multiply_units(p, x + from * x_stride, x_stride, least(kTokens, tokens - from),
+                     product::result_at(p, out, from * p.out), p.out, first, least(first + wide, units), arena,
+                     (i + 1) % columns * wide);
     }
   });
 }
@@ -45,6 +46,59 @@ void linear(const Product& p, const T* x, int64_t x_stride, int64_t tokens, T* o
   over_tokens(product_units(p), bytes * ((tokens + 15) / 16), [&](int64_t first, int64_t last) {
     multiply_units(p, x, x_stride, tokens, out, p.out, first, last, arena);
   });
+}
+
+thread_local Arena waiting_arena;
+
+// Where the sums of one level of a tree lie: rows `stride` apart.
+struct Level {
+  float* sums;
+  int64_t stride;
+};
+
+// Units first … last of the sum of wide products of some segments of x, from `starts` on, added in pairs, the sums in
+// pairs again. The sum of the first segments lies in out; what is to be added to it waits beside.
+template <typename T>
+void add_segments(const Product* const* parts, const int64_t* starts, int64_t count, const T* x, int64_t x_stride,
+                  int64_t tokens, float* out, int64_t first, int64_t last) {
+  const int64_t all = parts[0]->out, column = first * 2 * product::kBlock;
+  const int64_t width = least(last * 2 * product::kBlock, all) - column;
+  int64_t levels = 0, depth = 0;  // of the tree beside out; sums under way
+  for (int64_t of = 1; of < count; of *= 2) ++levels;
+  float* waiting = reinterpret_cast<float*>(waiting_arena.reserve(levels * tokens * width * int64_t(sizeof(float))));
+  const auto level = [&](int64_t at) {
+    return at ? Level{waiting + (at - 1) * tokens * width, width} : Level{out + column, all};
+  };
+  for (int64_t s = 0; s < count; ++s) {
+    const Level here = level(depth);
+    T* to = reinterpret_cast<T*>(here.sums - column);  // units count from the first
+    multiply_units(*parts[s], x + starts[s], x_stride, tokens, to, here.stride, first, last, arena);
+    for (int64_t pairs = s; pairs & 1; pairs >>= 1, --depth) {
+      const Level left = level(depth - 1), right = level(depth);
+      for (int64_t t = 0; t < tokens; ++t)
+        for (int64_t i = 0; i < width; i += kLanes) {
+          const int n = int(least(kLanes, width - i));
+          float* sum = left.sums + t * left.stride + i;
+          store_n(sum, load_n(sum, n) + load_n(right.sums + t * right.stride + i, n), n);
+        }
+    }
+    ++depth;
+  }
+}
+
+template <typename T>
+void segments(const Product* const* parts, const int64_t* starts, int64_t count, const T* x, int64_t x_stride,
+              int64_t tokens, float* out) {
+  const Product& p = *parts[0];
+  const int64_t units = product_units(p);
+  int64_t bytes = 0;
+  for (int64_t s = 0; s < count; ++s) bytes += units * product_unit_bytes<T>(*parts[s]);
+  for (int64_t t = 0; t < tokens; t += kFewTokens) {
+    const int64_t some = least(kFewTokens, tokens - t);
+    over_tokens(units, bytes * ((some + 15) / 16), [&](int64_t first, int64_t last) {
+      add_segments(parts, starts, count, x + t * x_stride, x_stride, some, out + t * p.out, first, last);
+    });
+  }
 }
 
 template <typename T>
@@ -69,7 +123,8 @@ TANDEM_EXPORT(void, tandem_product_units)(const Product* p, int64_t* units, int6
 }
 
 // tandem_pack_<type>: weight [out, or twice that if gated, in], rows `stride` apart -> packed.
-// tandem_linear_<type>: x [tokens, in], rows x_stride apart -> out [tokens, out], on all threads.
+// tandem_linear_<type>: x [tokens, in], rows x_stride apart -> out [tokens, out], of its type or wide, on all threads.
+// tandem_segments_<type>: x [tokens, in] -> out [tokens, out] float32, the tree of `count` wide products, on all threads.
 // tandem_multiply_units_<type>: as multiply_units, on this thread.
 // tandem_unpack_rows_<type>: as unpack_rows, on this thread.
 #define TANDEM_LINEAR(suffix, T)                                                                                  \
@@ -79,6 +134,11 @@ TANDEM_EXPORT(void, tandem_product_units)(const Product* p, int64_t* units, int6
   TANDEM_EXPORT(void, tandem_linear_##suffix)                                                                     \
   (const Product* p, const T* x, int64_t x_stride, int64_t tokens, T* out) {                                      \
     if (tokens) linear(*p, x, x_stride, tokens, out);                                                             \
+  }                                                                                                               \
+  TANDEM_EXPORT(void, tandem_segments_##suffix)                                                                   \
+  (const Product* const* parts, const int64_t* starts, int64_t count, const T* x, int64_t x_stride,               \
+   int64_t tokens, float* out) {                                                                                  \
+    segments(parts, starts, count, x, x_stride, tokens, out);                                                     \
   }                                                                                                               \
   TANDEM_EXPORT(void, tandem_multiply_units_##suffix)                                                             \
   (const Product* p, const T* x, int64_t x_stride, int64_t tokens, T* out, int64_t out_stride, int64_t first,     \

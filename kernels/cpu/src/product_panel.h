@@ -217,12 +217,13 @@ class TokenPanels {
       const int count = int(least(kLanes, width - d));
       const F32 more = bias ? load_n(bias + column + d, count) : F32{};
       const F32 up_more = bias && p_.gated ? load_n(bias + p_.out + column + d, count) : F32{};
-      T* to = out + column + d;
+      T* to = result_at(p_, out, column + d);
       const float* from = sums_ + d;
-      for (int64_t i = 0; i < tokens_; ++i, from += 2 * kBlock, to += out_stride) {
+      for (int64_t i = 0; i < tokens_; ++i, from += 2 * kBlock, to = result_at(p_, to, out_stride)) {
         F32 sum = load(from) + more;
         if (p_.gated) sum = gate_mul<T>(p_.gated, p_.alpha, p_.limit, sum, load(from + kBlock) + up_more);
-        if (count == kLanes) store(to, sum);
+        if (p_.wide) store_n(reinterpret_cast<float*>(to), sum, count);
+        else if (count == kLanes) store(to, sum);
         else store_n(to, sum, count);
       }
     }
@@ -239,7 +240,7 @@ class TokenPanels {
       opened(x + token * x_stride, is_packed);
       for (int64_t unit = first; unit < last; ++unit) {
         sum(unit);
-        put(unit, out + token * out_stride, out_stride);
+        put(unit, result_at(p_, out, token * out_stride), out_stride);
       }
     }
   }

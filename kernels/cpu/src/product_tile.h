@@ -110,6 +110,16 @@ TANDEM_INLINE void put_tiles(const float* sums, const Bf16* bias, Bf16* out, int
   }
 }
 
+// As put_tiles, not rounded.
+template <int Outputs>
+TANDEM_INLINE void put_wide(const float* sums, const Bf16* bias, float* out, int64_t stride, int count, int width) {
+  for (int block = 0; block < Outputs; ++block, sums += kTileWords, out += kTile, width -= kTile) {
+    const int columns = width < kTile ? width : kTile;
+    const F32 more = bias ? load_n(bias + block * kTile, columns) : F32{};
+    for (int i = 0; i < count; ++i) store_n(out + i * stride, load(sums + i * kTile) + more, columns);
+  }
+}
+
 // sums [2: gate, up][16 tokens][16 outputs] -> the gates' activations times ups, the first `width` columns of out
 // [count tokens].
 TANDEM_INLINE void put_gated(const Product& p, const float* sums, const Bf16* gate_bias, const Bf16* up_bias, Bf16* out,

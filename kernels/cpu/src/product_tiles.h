@@ -50,11 +50,13 @@ TANDEM_INLINE void put_corner(const Map& map, const Corner& at, const float* sum
   const int width = int(least(map.width - column, Gated ? kTile : Outputs * kTile));
   const Bf16* bias = map.bias ? map.bias + column : nullptr;
   for (int block = 0; block < Blocks; ++block) {
-    Bf16* out = map.out + (at.token + block * kTile) * map.out_stride + column;
+    Bf16* out = result_at(map.product, map.out, (at.token + block * kTile) * map.out_stride + column);
     const float* from = sums + block * Outputs * kTileWords;
     const int count = block ? at.high : at.low;
     if (Gated)
       put_gated(map.product, from, bias, bias ? bias + map.width : nullptr, out, map.out_stride, count, width);
+    else if (map.product.wide)
+      put_wide<Outputs>(from, bias, reinterpret_cast<float*>(out), map.out_stride, count, width);
     else
       put_tiles<Outputs>(from, bias, out, map.out_stride, count, width);
   }

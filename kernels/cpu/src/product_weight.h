@@ -22,6 +22,7 @@ struct Product {
   const float* offsets;  // or null: w = scale * q + offset
   const void* bias;      // [out, or twice that if gated], of the activations' type; or null
   float alpha, limit;    // of kClampedSwiglu
+  int64_t wide;          // sums stay float32, whatever the activations are: none with a gate
 };
 
 namespace {
@@ -46,6 +47,12 @@ template <typename T>
 constexpr int kRowInputs = 4 / int(sizeof(T));
 template <typename T>
 constexpr int kTileInputs = kTileRows * kRowInputs<T>;
+
+// Element `index` from `out` on, of a result that is float32 if `wide`.
+template <typename T>
+TANDEM_INLINE T* result_at(const Product& p, T* out, int64_t index) {
+  return p.wide ? reinterpret_cast<T*>(reinterpret_cast<float*>(out) + index) : out + index;
+}
 
 TANDEM_INLINE int64_t num_blocks(const Product& p) { return (p.out + kBlock - 1) / kBlock * (p.gated ? 2 : 1); }
 template <typename T>
