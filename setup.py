@@ -11,6 +11,7 @@ import tomllib
 from pathlib import Path
 
 from setuptools import Extension, setup
+from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_ext import build_ext
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -35,9 +36,17 @@ class BuildNative(build_ext):
             self.warn(f"the native CPU kernels are left out, which costs speed: {error}")
 
 
+class PlatformWheel(bdist_wheel):
+    """Tags a wheel for its platform and for every Python: ctypes opens the kernels, which know no ABI of Python's."""
+
+    def get_tag(self) -> tuple[str, str, str]:
+        """Returns Python, ABI and platform."""
+        return "py3", "none", super().get_tag()[2]
+
+
 # Not a module: what makes the wheel one of this platform.
 setup(
     install_requires=[f"tandem-serving-client=={tandem.__version__}", *PROJECT["tool"]["tandem"]["dependencies"]],
     ext_modules=[Extension("kernels.cpu._native", sources=[], optional=True)],
-    cmdclass={"build_ext": BuildNative},
+    cmdclass={"bdist_wheel": PlatformWheel, "build_ext": BuildNative},
 )

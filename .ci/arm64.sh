@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # The native kernels on an arm64 processor that QEMU imitates: builds them, runs their tests in every tier it has.
 #
-# Half an hour on Debian 12 with `qemu-user`, `g++-aarch64-linux-gnu` and arm64 among dpkg's architectures. Arguments go
+# Half an hour on Debian 12 with `qemu-user` and arm64 among dpkg's architectures. Zig compiles, as for wheels. Arguments go
 # to pytest; without any, all of tests/kernels that is about the native kernels.
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -27,10 +27,10 @@ fi
 mkdir -p "$folder/tree"
 git ls-files -z | xargs -0 cp --parents --preserve=timestamps -t "$folder/tree"
 cd "$folder/tree"
-printf '#!/bin/sh\nexec aarch64-linux-gnu-g++ "$@"\n' > "$folder/g++" # the first that the build looks for
+printf '#!/bin/sh\nexec python -m ziglang c++ -target aarch64-linux-gnu.2.17 "$@"\n' > "$folder/g++" # the first that the build looks for
 chmod +x "$folder/g++"
+_PYTHON_HOST_PLATFORM=linux-aarch64 PATH=$folder:$PATH python -m kernels.cpu.build --all
 emulated() { PYTHONPATH=$PWD:$site qemu-aarch64 -L "$root" "$root/usr/bin/python3.11" "$@"; }
-PATH=$folder:$PATH emulated -m kernels.cpu.build --all
 # QEMU itself fails where a process with threads forks.
 [ $# -gt 0 ] || set -- tests/kernels/test_cpu_*.py --deselect \
     tests/kernels/test_cpu_team.py::test_a_child_of_fork_opens_a_team_of_its_own

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.claims import as_markdown as claims_table
+from bench.host_cost import as_markdown as host_costs
 from bench.http_face import as_markdown as http_table
 from bench.peers.contenders import LLAMA, OURS, OURS_INT4, OURS_INT8, TRANSFORMERS, VLLM
 from bench.peers.servers import AUTO, COLOCATED, DISAGGREGATED, VLLM_SERVER
@@ -69,16 +70,15 @@ def performance(records: Mapping[str, Record]) -> str:
         record = records["gpu-vllm"]
         parts += [f"## {record['machine']['gpu']} beside vLLM\n", _gpu_beside_vllm(record), f"{record['method']}\n"]
         parts.append(f"{_taken(record)}\n")
-    if "transfer" in records:
-        parts += ["## Hand-offs between two processes\n", _transfers(records["transfer"]["results"])]
-        parts.append(f"{_taken(records['transfer'])}\n")
-    if "http-face" in records:
-        record = records["http-face"]
-        parts += ["## HTTP beside gRPC (`python -m bench.http_face`)\n", http_table(record["results"]["figures"])]
-        parts.append(f"{_taken(record)}\n")
-    if "claims" in records:
-        parts += ["## Claims (`python -m bench.claims`)\n", claims_table(records["claims"]["results"]["claims"])]
-        parts.append(f"{_taken(records['claims'])}\n")
+    sections: tuple[tuple[str, str, Callable[[Document], str]], ...] = (
+        ("host-cost", "The host's time beside prompts, simulated", host_costs),
+        ("transfer", "Hand-offs between two processes", _transfers),
+        ("http-face", "HTTP beside gRPC (`python -m bench.http_face`)", lambda found: http_table(found["figures"])),
+        ("claims", "Claims (`python -m bench.claims`)", lambda found: claims_table(found["claims"])),
+    )
+    for stem, title, rendered in sections:
+        if stem in records:
+            parts += [f"## {title}\n", rendered(records[stem]["results"]), f"{_taken(records[stem])}\n"]
     return "\n".join(parts)
 
 

@@ -23,8 +23,6 @@ _GIB = 1024**3
 _MIB = 1024**2
 _ROUNDED_BYTES = {"int8": 1.0, "fp8": 1.0, "int4": 0.5 + 4 / 32}
 """Bytes of a weight under `--quantize`, its share of a scale included."""
-_MXFP4_GROWTH = 2.0
-"""Growth of MXFP4 weights as a worker loads them: four bits become eight."""
 Row = tuple[str, str]
 
 
@@ -66,8 +64,6 @@ def _rotation(found: Servable) -> str:
 
 
 def _form(found: Servable, quantize: str | None) -> str:
-    if found.quantization == "mxfp4":
-        return "mxfp4, held as int8 of the same values"
     return found.quantization or (f"plain, rounded to {quantize}" if quantize else "plain")
 
 
@@ -154,7 +150,7 @@ def _weight_bytes(found: Servable, dtype: DType, quantize: str | None) -> float:
     files = (gguf,) if gguf is not None else find_weight_files(path).paths
     num_bytes = sum(file.stat().st_size for file in files)
     if found.quantization is not None:
-        return num_bytes * (_MXFP4_GROWTH if found.quantization == "mxfp4" else 1.0)
+        return num_bytes
     saved = (read_dtype(read_config(path)) or DType.FLOAT32).itemsize_bytes
     held = dtype.itemsize_bytes if quantize is None else _ROUNDED_BYTES[quantize]
     return num_bytes / saved * held

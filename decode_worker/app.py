@@ -12,7 +12,6 @@ from dataclasses import replace
 from opentelemetry.trace import Tracer
 
 from decode_worker.worker import new_decode_worker, objective
-from engine.graphs import MAX_CAPTURED_SEQS
 from engine.guides import Guides
 from engine.loading import EngineRole
 from kvtransfer.receiver import KvReceiver
@@ -37,11 +36,7 @@ def run(config: DecodeConfig) -> int:
 async def serve(config: DecodeConfig, tracer: Tracer | None, stop: StopSignal) -> None:
     """Loads, serves and drains a worker. Raises ConfigError, CheckpointError."""
     base = Foundation.lay(_role(config), config, tracer)
-    engine_role = EngineRole(
-        shared_kv=SHM in base.transports,
-        device_shared_kv=CUDA_IPC in base.transports,
-        graph_seqs=MAX_CAPTURED_SEQS if config.cuda_graph_seqs is None else config.cuda_graph_seqs,
-    )
+    engine_role = EngineRole(shared_kv=SHM in base.transports, device_shared_kv=CUDA_IPC in base.transports)
     async with base.engine(engine_role, stop) as engine:
         block_size = engine.layout.block_size
         # One ticket must be able to name all blocks of a sequence.

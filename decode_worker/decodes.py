@@ -201,14 +201,14 @@ class Decodes:
         """See `RunningBatch`."""
         return self._batch.next_step()
 
-    def step_behind(self, running: BatchedStep) -> BatchedStep | None:
+    def step_behind(self, running: BatchedStep, *, with_prompts: bool) -> BatchedStep | None:
         """See `RunningBatch`."""
-        return self._batch.step_behind(running)
+        return self._batch.step_behind(running, with_prompts=with_prompts)
 
     def apply(self, request: Request, seq: Sequence, drawn: list[tuple[SampledToken, ...]]) -> None:
         """See `Source`, and the module's docstring."""
         group = request.group
-        ends_prefix = not group.is_forked and (bool(drawn) or seq.num_remaining_tokens == 0)
+        ends_prefix = not group.is_forked and (bool(drawn) or seq.is_computed)
         if ends_prefix and request.owes_prefill_done:
             request.owes_prefill_done = False
             request.prompt_computed(self._parts.clock.now_s())

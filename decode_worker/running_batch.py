@@ -153,27 +153,31 @@ class RunningBatch:
             plan, beside = self._plan(self._chunk_tokens)
             if self._attach(plan.admitted) or self._attach_more(plan):
                 continue
-            step = self._carry_out(plan, beside, is_behind=False)
+            step = self._carry_out(plan, beside)
             self.is_dry = step is None and plan.lacks_blocks
             if step is not None or not plan.preempted:
                 return step
 
-    def step_behind(self, running: BatchedStep) -> BatchedStep | None:
-        """Plans a decode step behind the one in flight; None = it is better planned once that has ended.
+    def step_behind(self, running: BatchedStep, *, with_prompts: bool) -> BatchedStep | None:
+        """Plans a step behind the one in flight; None = it is better planned once that has ended.
 
-        That is so if a prompt is to be computed, if blocks are short (some may come back by then, and none can be taken
-        away before), and if a request waits for the seat of a sequence that ends with the running step.
+        That is so if blocks are short (some may come back by then, and none can be taken away before), if a request
+        waits for the seat of a sequence that ends with the running step, and, unless `with_prompts`, if either step
+        computes a prompt.
         """
-        if not running.is_decode:
+        if not with_prompts and not running.is_decode:
             return None
-        plan, beside = self._plan(self.budget.chunk_tokens)
-        if plan.preempted or plan.lacks_blocks:
-            return None
-        if not all(_is_decode(request, seq) for request, seq, _ in plan.scheduled):
-            return None
-        if len(plan.admitted) < len(self._waiting) and any(seq.is_exhausted for _, seq in running.rows):
-            return None
-        return self._carry_out(plan, beside, is_behind=True)
+        while True:
+            chunk_tokens = self._chunk_tokens if with_prompts else self.budget.chunk_tokens
+            plan, beside = self._plan(chunk_tokens, running.unsettled)
+            if plan.preempted or plan.lacks_blocks:
+                return None
+            if not with_prompts and not all(_is_decode(request, seq) for request, seq, _ in plan.scheduled):
+                return None
+            if len(plan.admitted) < len(self._waiting) and any(seq.is_exhausted for _, seq in running.rows):
+                return None
+            if not with_prompts or not (self._attach(plan.admitted) or self._attach_more(plan)):
+                return self._carry_out(plan, beside, running)
 
     @property
     def num_decodes(self) -> int:
@@ -204,19 +208,25 @@ class RunningBatch:
         ratio = self.wait_ratio
         return self.budget.tokens(self.num_decodes, ratio) if ratio else self.budget.chunk_tokens
 
-    def _plan(self, chunk_tokens: int) -> tuple[StepPlan, Beside | None]:
+    def _plan(self, chunk_tokens: int, sitting_out: Collection[Sequence] = ()) -> tuple[StepPlan, Beside | None]:
         """Returns the plan of the next step, and what else takes part in the step; None = the plan is of all."""
         beside = self._decoding.wanted()
         if beside is not None:
             others = []
             if len(beside.requests) < len(self._running):
                 others = [each for each in self._running if each not in beside.requests]
-            plan = self._planned(others, chunk_tokens, beside)
+            plan = self._planned(others, chunk_tokens, sitting_out, beside)
             if not plan.preempted and not plan.lacks_blocks:
                 return plan, beside
-        return self._planned(self._running, chunk_tokens), None
+        return self._planned(self._running, chunk_tokens, sitting_out), None
 
-    def _planned(self, running: list[Request], chunk_tokens: int, beside: Beside | None = None) -> StepPlan:
+    def _planned(
+        self,
+        running: list[Request],
+        chunk_tokens: int,
+        sitting_out: Collection[Sequence],
+        beside: Beside | None = None,
+    ) -> StepPlan:
         return StepPlanner(
             running,
             self._waiting,
@@ -226,10 +236,13 @@ class RunningBatch:
             chunk_tokens=chunk_tokens,
             beside=beside,
             prompts=self._prompts_beside,
+            sitting_out=sitting_out,
         ).plan()
 
-    def _carry_out(self, plan: StepPlan, beside: Beside | None, *, is_behind: bool) -> BatchedStep | None:
-        """`beside`: what takes part too; `is_behind`: whether the step planned before is in flight."""
+    def _carry_out(
+        self, plan: StepPlan, beside: Beside | None, running: BatchedStep | None = None
+    ) -> BatchedStep | None:
+        """`beside`: what takes part too; `running`: the step planned before, if it is in flight."""
         for request in plan.admitted:
             self._waiting.remove(request)
             bisect.insort(self._running, request, key=lambda each: each.rank)
@@ -242,14 +255,16 @@ class RunningBatch:
             self._waiting[0].group.prefetch(self._cache)
         decodes = [(request, seq) for request, seq, _ in plan.scheduled if _is_decode(request, seq)]
         others = [each for each in plan.scheduled if not _is_decode(*each[:2])]
-        rows, pairs, copies = self._decoding.schedule(decodes, beside=beside is not None, is_behind=is_behind)
+        rows, pairs, copies = self._decoding.schedule(decodes, beside=beside is not None, is_behind=running is not None)
         chunks: list[ScheduledSeq] = []
         for request, seq, num_tokens in others:
             copies += request.group.copy_on_write(seq, self._cache)
             chunks.append(self._schedule(seq, num_tokens))
-        step = Step(tuple(chunks), tuple(copies), self._cache.take_moves(), rows)
+        pairs_of_chunks = tuple([(request, seq) for request, seq, _ in others])
+        continues = running is not None and running.is_continued_by(pairs_of_chunks)
+        step = Step(tuple(chunks), tuple(copies), self._cache.take_moves(), rows, continues)
         planned = tuple([request for request, *_ in plan.scheduled])
-        return BatchedStep(step, pairs, tuple([(request, seq) for request, seq, _ in others]), planned)
+        return BatchedStep(step, pairs, pairs_of_chunks, planned)
 
     def _attach(self, admitted: Iterable[Request]) -> bool:
         """Whether any of them has found blocks."""

@@ -92,17 +92,20 @@ class StepPlanner:
         chunk_tokens: int,
         beside: Beside | None = None,
         prompts: Iterable[Request] = (),
+        sitting_out: Collection[Sequence] = (),
     ) -> None:
         """`running` and `waiting` are in rank order, and `prompts` hold all their blocks. `chunk_tokens`: prompt tokens
         of the step; decode tokens do not count.
 
-        Sequences that cannot take part in a step launched now are left out. With `beside`, whose requests are not among
-        `running`: if the plan preempts or lacks blocks, it is of no use; all are to be planned together then.
+        Sequences that cannot take part in a step launched now, and `sitting_out`, are left out. With `beside`, whose
+        requests are not among `running`: if the plan preempts or lacks blocks, it is of no use; all are to be planned
+        together then.
         """
         self._beside: Collection[Request] = () if beside is None else beside.requests
         self._num_beside_seats = 0 if beside is None else beside.num_seats
         self._num_beside_blocks = 0 if beside is None else beside.num_blocks
         self._prompts = tuple(prompts)
+        self._sitting_out = sitting_out
         self._running = list(running)
         self._waiting = list(waiting)
         self._pool = cache.pool
@@ -177,7 +180,7 @@ class StepPlanner:
             (request, seq, seq.num_remaining_tokens)
             for request in (*self._prompts, *self._running)
             for seq in request.group.running
-            if _can_step(seq)
+            if _can_step(seq) and seq not in self._sitting_out
         ]
         prompts = [(request, num_tokens) for request, _, num_tokens in seqs if num_tokens > 1]
         chunks = iter(share_tokens(prompts, self._chunk_tokens, by_rank=by_rank))

@@ -29,7 +29,7 @@ def new_decode_worker(
     """
     objective_s, _ = objective(config)
     tokens = parts.sizes.chunk_tokens
-    budget = ChunkBudget(tokens.beside, objective_s, config.waiting_served_ratio, tokens.alone)
+    budget = ChunkBudget(tokens.beside, objective_s, config.waiting_served_ratio, tokens.alone, parts.sizes.rungs)
     forecast = Forecast(parts.cache.pool, first_guess_tokens)
 
     def sources(owner: Owner, releases: BlockReleases) -> Sources:

@@ -9,25 +9,39 @@ Pure, and cheap, since it runs every step. Numpy does the work; torch is entered
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from engine.draws import Draws
+from engine.graph_shapes import GraphShape
 from engine.history import Ints
 from engine.penalties import reads_output
 from engine.prompt_scores import ScorePlan
 from engine.step import DecodeRows, ScheduledSeq
-from engine.upload import upload
+from engine.upload import Array, packed_bytes, unpack, upload, upload_packed
 from kernels.attention import AttentionMetadata
 from kernels.compiled_step import StepInputs
 from tandem.errors import InternalError
 
 _NO_INTS: Ints = np.zeros(0, np.int64)
+
+
+ShapeOf: TypeAlias = Callable[[int, int, int, int], GraphShape | None]
+"""By tokens, seqs, rows of logits and longest seq of a step: the graph that serves the step."""
+
+
+@dataclass(frozen=True, slots=True)
+class GraphInputs:
+    """A step's inputs as a graph reads them, but for the block tables."""
+
+    shape: GraphShape
+    packed: torch.Tensor
+    """`[bytes]` uint8: `GraphShape.empty_inputs`, filled. The batch's own tensors are the used parts of it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +83,8 @@ class Batch:
     feeds: Feeds | None
     scores: ScorePlan | None = None
     """Given if known tokens are to be scored."""
+    graph: GraphInputs | None = None
+    """Given if a graph serves the step."""
 
 
 class Forward(Protocol):
@@ -98,6 +114,11 @@ class _Part(NamedTuple):
     draw_rows: Ints | None  # [D]; None = draw i is from row i
     draws: Draws
 
+    @property
+    def sizes(self) -> tuple[int, int, int, int]:
+        """Returns tokens, seqs, rows of logits, longest seq."""
+        return len(self.token_ids), len(self.query_lens), len(self.sample_rows), int(self.seq_lens.max())
+
     def joined(self, others: _Part) -> _Part:
         """Returns both, `others` behind."""
         width, num_tokens = max(self.tables.shape[1], others.tables.shape[1]), len(self.token_ids)
@@ -119,7 +140,11 @@ class _Part(NamedTuple):
 
 
 def build_batch(
-    chunks: Sequence[ScheduledSeq], block_size: int, device: torch.device, rows: DecodeRows | None = None
+    chunks: Sequence[ScheduledSeq],
+    block_size: int,
+    device: torch.device,
+    rows: DecodeRows | None = None,
+    shape_of: ShapeOf | None = None,
 ) -> Batch:
     """Lays B > 0 seqs end to end, `rows` first. Raises InternalError if a seq's blocks do not hold its tokens."""
     if rows is None:
@@ -128,16 +153,10 @@ def build_batch(
         part = _part_of_rows(rows, block_size).joined(_part_of_chunks(chunks, block_size))
     else:
         part = _part_of_rows(rows, block_size)
-    fed = fed_by = draw_rows = _NO_INTS
-    if part.draw_rows is not None:
-        draw_rows = part.draw_rows
-    if rows is not None and rows.feeds is not None:
-        fed = np.flatnonzero(rows.feeds >= 0)  # [F]
-        fed_by = rows.feeds[fed]  # [F]
-    longs = (part.token_ids, part.positions, part.sample_rows, draw_rows, fed, fed_by, part.slots)
-    ints = (part.starts, part.seq_lens.astype(np.int32), np.ascontiguousarray(part.tables))
-    tokens, at, sampled_at, drawn_at, fed_at, feeds, slot_mapping, starts, lens, tables = upload(
-        (*longs, *ints), device
+    is_scored = any(chunk.scored is not None for chunk in chunks)
+    shape = None if shape_of is None or is_scored else shape_of(*part.sizes)
+    (tokens, at, slot_mapping, sampled_at, starts, lens), (drawn_at, fed_at, feeds, tables), graph = _placed(
+        part, rows, shape, device
     )
     metadata = AttentionMetadata(
         cu_seqlens_q=starts,
@@ -148,7 +167,6 @@ def build_batch(
         seq_lens_host=tuple(part.seq_lens.tolist()),
     )
     num_rows = 0 if rows is None else len(rows)
-    is_scored = any(chunk.scored is not None for chunk in chunks)
     return Batch(
         token_ids=tokens,
         positions=at,
@@ -158,9 +176,32 @@ def build_batch(
         draw_rows=None if part.draw_rows is None else drawn_at,
         num_rows=num_rows,
         num_draws=tuple([len(chunk.samples) for chunk in chunks]),
-        feeds=Feeds(fed_at, feeds, _fed_histories(rows)) if rows is not None and len(fed) else None,
+        feeds=Feeds(fed_at, feeds, _fed_histories(rows)) if rows is not None and len(fed_at) else None,
         scores=ScorePlan.of(chunks, part.starts[num_rows:], part.sample_rows, device) if is_scored else None,
+        graph=graph,
     )
+
+
+def _placed(
+    part: _Part, rows: DecodeRows | None, shape: GraphShape | None, device: torch.device
+) -> tuple[list[torch.Tensor], list[torch.Tensor], GraphInputs | None]:
+    """Returns a step's inputs on `device`: those of `GraphShape.empty_inputs`, the others, and both as a graph's."""
+    fed = fed_by = _NO_INTS
+    if rows is not None and rows.feeds is not None:
+        fed = np.flatnonzero(rows.feeds >= 0)  # [F]
+        fed_by = rows.feeds[fed]  # [F]
+    inputs: tuple[Array, ...] = (part.token_ids, part.positions, part.slots, part.sample_rows, part.starts)
+    inputs = (*inputs, part.seq_lens.astype(np.int32))
+    draw_rows = _NO_INTS if part.draw_rows is None else part.draw_rows
+    others = (draw_rows, fed, fed_by, np.ascontiguousarray(part.tables))
+    if shape is None:
+        tensors = upload((*inputs, *others), device)
+        return tensors[: len(inputs)], tensors[len(inputs) :], None
+    padded = shape.padded(inputs)
+    packed = upload_packed((*padded, *others), device)
+    tensors = unpack(packed, (*padded, *others))
+    used = [tensor[: len(array)] for tensor, array in zip(tensors, inputs, strict=False)]
+    return used, tensors[len(inputs) :], GraphInputs(shape, packed[: packed_bytes(padded)])
 
 
 def _part_of_rows(rows: DecodeRows, block_size: int) -> _Part:

@@ -54,6 +54,9 @@ class EngineSizes:
     """Sequences of a step."""
     max_sequence_tokens: int
     """Longest sequence, completion included, that context and pool can hold."""
+    rungs: tuple[int, ...] = ()
+    """Tokens, ascending, to whose next number a step with chunks is padded (`engine.graph_shapes`); beyond the last no
+    step is."""
 
 
 def plan_chunks(remaining_tokens: Sequence[int], budget_tokens: int, max_seqs: int) -> list[int]:

@@ -39,6 +39,8 @@ class EngineThread:
     def __init__(self, runner: Runner, executor: ThreadPoolExecutor) -> None:
         self.num_steps = 0
         """Steps that ended, failed ones included: a heartbeat that shows a stuck engine."""
+        self.is_asynchronous = runner.is_asynchronous
+        """Whether a step is launched long before it ends: a second one may be, whatever its seqs are."""
         self._runner = runner
         self._executor = executor
         self._collector = ThreadPoolExecutor(1, "tandem-collect") if runner.is_asynchronous else None
@@ -60,7 +62,7 @@ class EngineThread:
             raise InternalError(f"more than {MAX_IN_FLIGHT} steps in flight")
         loop = asyncio.get_running_loop()
         reads_loaded = self._num_in_flight > 0 and self._last_loads
-        is_fed = reads_loaded or (step.rows is not None and step.rows.feeds is not None)
+        is_fed = reads_loaded or step.continues or (step.rows is not None and step.rows.feeds is not None)
         launched = _Launch(loop, loop.create_future(), is_fed)
         self._last_loads = any(move.direction is Direction.IN for move in step.moves)
         prepared: Prepared | Exception
@@ -149,4 +151,4 @@ class _Launch:
     loop: asyncio.AbstractEventLoop
     ended: asyncio.Future[StepResult]
     is_fed: bool
-    """Whether the step takes tokens or blocks from the step launched before."""
+    """Whether the step takes tokens, KV or blocks from the step launched before."""

@@ -1,63 +1,34 @@
-"""Decode steps as CUDA graphs: one launch instead of hundreds, at batch sizes padded to those captured.
+"""Steps as CUDA graphs: one launch instead of hundreds, at sizes padded to those captured (`engine.graph_shapes`).
 
-    capture   at start, for each shape (num_seqs, max_seq_len), largest first, into one memory pool
-    run       puts a step's inputs into the static ones, fills the rest with empty rows, replays
+    capture   at start, each shape of the ladder, largest first, into one memory pool
+    shape_of  which graph serves a step; the batch is laid out, and uploaded, at that shape's sizes
+    run       copies a step's inputs into the static ones, on the compute stream, and replays
 
-An empty row has seq_len 0 and slot -1: it reads no block and writes none. Lengths on the host
-are those of the shape, a bound; kernels take each seq's own from the device, so only kernels
-that do can be captured (`CAPTURABLE`). A few bounds are enough: they size grids and workspaces.
+Padding reads no block and writes none. Lengths on the host are bounds; kernels take each seq's own from the device, so
+only kernels that do can be captured (`CAPTURABLE`). Steps that no graph serves are launched operation by operation.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import torch
 
 from engine.batch import Batch, Forward
 from engine.device import synchronize
+from engine.graph_shapes import GraphLadder, GraphShape
+from engine.upload import pack, packed_bytes, unpack
 from kernels.attention import AttentionMetadata
 from kernels.compiled_step import StepInputs
-from kernels.step_inputs import GraphRows, load_rows
 from shell.progress import track
 from shell.telemetry.logging import get_logger
+from tandem.decision import Decision, decision
 
 _log = get_logger(__name__)
 
 CAPTURABLE = frozenset({"flash_attn", "triton"})
 """Kernels that never look at the device from the host."""
-MAX_CAPTURED_SEQS = 256
-"""Larger batches compute long enough to hide their launches."""
-_SPACING = ((2, 1), (4, 2), (8, 4), (64, 8), (128, 16), (256, 32))
-"""`(up to, step)`: from 16 on, less than a third of the rows is padding. 64 beyond the last."""
-_CONTEXT_BOUNDS = (2048, 8192)
-
-
-@dataclass(frozen=True, slots=True)
-class GraphShape:
-    """What is fixed in a graph."""
-
-    num_seqs: int
-    """Rows, padding included."""
-    max_seq_len: int
-    """No seq is longer."""
-
-
-def batch_sizes(largest: int) -> tuple[int, ...]:
-    """Batch sizes to capture, ascending, up to `largest` itself; none for 0."""
-    sizes = {largest} if largest else set()
-    size = 1
-    while size < largest:
-        sizes.add(size)
-        size += next((step for limit, step in _SPACING if size < limit), 64)
-    return tuple(sorted(sizes))
-
-
-def context_bounds(max_seq_len: int) -> tuple[int, ...]:
-    """Bounds on the longest seq to capture for, ascending, up to `max_seq_len` itself."""
-    return (*(bound for bound in _CONTEXT_BOUNDS if bound < max_seq_len), max_seq_len)
 
 
 class CudaCapturer:
@@ -104,94 +75,138 @@ class CudaCapturer:
         return torch.cuda.memory_reserved(self._device)
 
 
-class DecodeGraphs:
-    """Runs decode steps of `decoder` over `kv_cache` `[N, L, 2, Hkv, S, D]`, both lent."""
+class StepGraphs:
+    """Runs steps of `decoder` over `kv_cache` `[N, L, 2, Hkv, S, D]`, both lent."""
 
-    def __init__(
-        self,
-        decoder: Forward,
-        kv_cache: torch.Tensor,
-        vocab_size: int,
-        sizes: tuple[int, ...],
-        bounds: tuple[int, ...],
-    ) -> None:
-        """`sizes` and `bounds`, ascending, make the shapes; nothing is captured yet."""
+    def __init__(self, decoder: Forward, kv_cache: torch.Tensor, vocab_size: int, ladder: GraphLadder) -> None:
+        """Nothing is captured yet."""
         self._decoder = decoder
         self._kv = kv_cache
         self._block_size = kv_cache.shape[4]
-        self._sizes = sizes
-        self._bounds = bounds
-        size, device = sizes[-1], kv_cache.device
-        self._rows = GraphRows.empty(size, -(-bounds[-1] // self._block_size), device)
-        self._sample_rows = torch.arange(size, device=device)  # [B], never changes
-        self._cu_seqlens_q = torch.arange(size + 1, dtype=torch.int32, device=device)  # [B + 1], never changes
-        self._logits = torch.zeros(size, vocab_size, dtype=torch.float32, device=device)  # [B, V]
+        self._ladder = ladder
+        self._shapes = ladder.shapes
+        most_seqs, device = max(shape.num_seqs for shape in self._shapes), kv_cache.device
+        num_bytes = max(packed_bytes(shape.empty_inputs()) for shape in self._shapes)
+        self._inputs = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
+        self._tables = torch.full(
+            (most_seqs, self._num_columns(ladder.bounds[-1])), -1, dtype=torch.int32, device=device
+        )
+        self._logits = torch.zeros(most_seqs, vocab_size, dtype=torch.float32, device=device)  # [B, V]
         self._graphs: dict[GraphShape, torch.cuda.CUDAGraph] = {}
+        self._rungs: list[GraphShape] = []  # captured, ascending
+        self._why_not = ""
+        self.num_steps = 0
+        """Steps that were served."""
+
+    @property
+    def num_captured(self) -> int:
+        """Returns how many shapes have a graph."""
+        return len(self._graphs)
+
+    @property
+    def num_refused(self) -> int:
+        """Returns how many shapes have none, since memory was short or a kernel cannot be recorded."""
+        return len(self._shapes) - len(self._graphs)
+
+    @property
+    def rungs(self) -> tuple[int, ...]:
+        """Returns the numbers of tokens, ascending, to which steps that are no decodes are padded."""
+        return tuple(shape.num_tokens for shape in self._rungs)
+
+    def rehearse(self) -> None:
+        """Computes the largest shapes without seqs: what they take of memory shows."""
+        with torch.inference_mode():
+            for is_decode in (False, True):
+                for shape in [each for each in self._shapes if each.is_decode == is_decode][:1]:
+                    self._work(shape)()
 
     def capture(self, capturer: CudaCapturer) -> None:
         """Records every shape. Those that do not fit into memory are left to ordinary steps, like all if one breaks."""
-        started_s, num_refused = time.monotonic(), 0
-        rows = self._rows
-        self._load(rows.token_ids[:0], rows.seq_lens[:0], rows.block_tables[:0], self._sizes[-1])  # compiles it
-        shapes = [GraphShape(size, bound) for size in reversed(self._sizes) for bound in reversed(self._bounds)]
-        for shape in track(shapes, "capturing decode graphs"):
-            try:
-                self._graphs[shape] = self._record(capturer, shape)
-            except RuntimeError as error:
-                if isinstance(error, torch.OutOfMemoryError) or "out of memory" in str(
-                    error
-                ):  # torch's, or the driver's
-                    num_refused += 1
-                    continue
-                self._graphs.clear()  # a kernel that cannot be recorded: slower, not wrong
-                _log.warning("decode steps run without graphs", shape=shape, error=str(error))
-                return
+        started_s = time.monotonic()
+        with torch.inference_mode():
+            for shape in track(self._shapes, "capturing steps as CUDA graphs"):
+                try:
+                    self._graphs[shape] = capturer.capture(self._work(shape))
+                except RuntimeError as error:
+                    if _is_out_of_memory(error):
+                        self._why_not = "the others did not fit into memory beside the KV pool"
+                        continue
+                    self._graphs.clear()  # a kernel that cannot be recorded: slower, not wrong
+                    self._why_not = f"a kernel cannot be captured: {error}"
+                    _log.warning("steps run without CUDA graphs", shape=shape, error=str(error))
+                    return
+        self._rungs = sorted((each for each in self._graphs if not each.is_decode), key=lambda each: each.num_tokens)
         _log.info(
-            "decode graphs captured",
-            graphs=len(self._graphs),
-            refused_for_memory=num_refused,
-            largest_batch=max((shape.num_seqs for shape in self._graphs), default=0),
-            context_bounds=self._bounds,
+            "CUDA graphs captured",
+            graphs=self.num_captured,
+            refused_for_memory=self.num_refused,
+            largest_batch=self._largest_batch,
+            most_tokens=max(self.rungs, default=0),
+            context_bounds=self._ladder.bounds,
             bytes=capturer.num_bytes,
             seconds=round(time.monotonic() - started_s, 2),
         )
 
-    def run(self, batch: Batch) -> torch.Tensor | None:
-        """Computes a decode step in which every seq draws; None if no graph serves it, and nothing has been done then.
+    def decision(self, asked: int | None) -> Decision:
+        """Returns what was captured, and why not more."""
+        batches = f"decodes of up to {self._largest_batch} sequences"
+        steps = f"other steps of up to {max(self.rungs, default=0)} tokens"
+        value = f"{self.num_captured} of {len(self._shapes)}: {batches}, {steps}" if self._graphs else "none"
+        why = self._why_not or "sizes of batches and chunks"
+        return decision("CUDA graphs", value, "--cuda-graphs", asked is not None and not self._why_not, why)
 
-        Returns logits `[B, V]` float32, one row per seq, valid until the next call.
-        """
-        num_seqs = len(batch.metadata.query_lens_host)
-        if batch.metadata.max_query_len != 1 or len(batch.sample_rows) != num_seqs:
-            return None
-        shape = GraphShape(
-            next((size for size in self._sizes if size >= num_seqs), 0),
-            next((bound for bound in self._bounds if bound >= batch.metadata.max_seq_len), 0),
-        )
-        graph = self._graphs.get(shape)
-        if graph is None:
-            return None
-        self._load(batch.token_ids, batch.metadata.seq_lens, batch.metadata.block_tables, shape.num_seqs)
-        graph.replay()
-        return self._logits[:num_seqs]
+    def shape_of(self, num_tokens: int, num_seqs: int, num_rows: int, longest: int) -> GraphShape | None:
+        """Returns the shape of the graph that serves a step; None if none does. `num_rows`: rows of logits."""
+        if num_rows == num_tokens:  # each seq computes one token
+            size = next((size for size in self._ladder.batch_sizes if size >= num_seqs), 0)
+            bound = next((bound for bound in self._ladder.bounds if bound >= longest), 0)
+            shape = GraphShape(size, size, bound)
+            if shape in self._graphs:
+                return shape
+        for shape in self._rungs:
+            if shape.num_tokens >= num_tokens and shape.num_seqs >= num_seqs and shape.max_seq_len >= longest:
+                return shape
+        return None
 
-    def _load(self, token_ids: torch.Tensor, seq_lens: torch.Tensor, block_tables: torch.Tensor, num_rows: int) -> None:
-        load_rows(self._rows, token_ids, seq_lens, block_tables, num_rows, self._block_size)
+    def run(self, batch: Batch) -> torch.Tensor:
+        """Computes a step that was laid out for a graph. Returns logits `[R, V]` float32, valid until the next call."""
+        assert batch.graph is not None
+        packed, tables = batch.graph.packed, batch.metadata.block_tables
+        self._inputs[: len(packed)].copy_(packed)
+        self._tables[: len(tables), : tables.shape[1]].copy_(tables)  # what stands beside it is old, and not read
+        self._graphs[batch.graph.shape].replay()
+        self.num_steps += 1
+        return self._logits[: len(batch.sample_rows)]
 
-    def _record(self, capturer: CudaCapturer, shape: GraphShape) -> torch.cuda.CUDAGraph:
-        inputs, rows = self._rows, shape.num_seqs
+    def _work(self, shape: GraphShape) -> Callable[[], None]:
+        """Returns what a graph of `shape` holds; the static inputs are those of no seq then."""
+        empty = shape.empty_inputs()
+        self._inputs[: packed_bytes(empty)].copy_(pack(empty, pin_memory=False))
+        token_ids, positions, slots, rows, starts, lens = unpack(self._inputs, empty)
         metadata = AttentionMetadata(
-            cu_seqlens_q=self._cu_seqlens_q[: rows + 1],
-            seq_lens=inputs.seq_lens[:rows],
-            block_tables=inputs.block_tables[:rows, : -(-shape.max_seq_len // self._block_size)],
-            slot_mapping=inputs.slot_mapping[:rows],
-            query_lens_host=(1,) * rows,
-            seq_lens_host=(shape.max_seq_len,) * rows,
+            cu_seqlens_q=starts,
+            seq_lens=lens,
+            block_tables=self._tables[: shape.num_seqs, : self._num_columns(shape.max_seq_len)],
+            slot_mapping=slots,
+            query_lens_host=shape.query_lens_bound,
+            seq_lens_host=(shape.max_seq_len,) * shape.num_seqs,
+            is_padded=not shape.is_decode,
         )
 
         def step() -> None:
-            tokens = inputs.token_ids[:rows], inputs.positions[:rows]
-            logits = self._decoder.forward(StepInputs(*tokens, self._kv, metadata, self._sample_rows[:rows]))
-            self._logits[:rows].copy_(logits)  # so that the graph's own logits are free for the next capture
+            logits = self._decoder.forward(StepInputs(token_ids, positions, self._kv, metadata, rows))
+            self._logits[: shape.num_seqs].copy_(logits)  # so that the graph's own are free for the next capture
 
-        return capturer.capture(step)
+        return step
+
+    @property
+    def _largest_batch(self) -> int:
+        return max((shape.num_seqs for shape in self._graphs if shape.is_decode), default=0)
+
+    def _num_columns(self, max_seq_len: int) -> int:
+        return -(-max_seq_len // self._block_size)
+
+
+def _is_out_of_memory(error: RuntimeError) -> bool:
+    """Whether torch, or the driver, says so."""
+    return isinstance(error, torch.OutOfMemoryError) or "out of memory" in str(error)

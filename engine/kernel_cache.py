@@ -8,16 +8,17 @@ from pathlib import Path
 
 import torch
 
+from engine.graph_shapes import GraphLadder
 from engine.loading import layout_of, load
 from engine.warm_up import StepSizes, warm_up
 from kernels import triton
-from kernels.step_inputs import GraphRows, load_rows
 from kernels.triton.absent_gpu import compile_instead, pretend
 from shell.config import WorkerConfig
 
 _SIZES = StepSizes(chunk_tokens=512, max_seqs=68, context_tokens=1024)
 """Small, for a CPU multiplies here: which kernels there are depends on the model, once steps go beyond one split,
 decodes as far as the largest tile of quantised products (65 to 256 tokens), and a step beyond it."""
+_LADDER = GraphLadder.of(_SIZES.max_seqs, _SIZES.chunk_tokens, _SIZES.max_seqs, _SIZES.context_tokens)
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,9 +43,7 @@ def fill_kernel_cache(config: WorkerConfig, archs: Sequence[int], cache: Path) -
     for arch in archs:
         pretend(arch)
         found.clear()
-        warm_up(model, kernels, layout_of(config, model), _SIZES)
-        rows = GraphRows.empty(1, 1, cpu)
-        load_rows(rows, rows.token_ids, rows.seq_lens, rows.block_tables, 1, config.block_size)  # a captured step's
+        warm_up(model, kernels, layout_of(config, model), _SIZES, _LADDER)
         num_found = sum(count for (_, is_found), count in found.items() if is_found)
         filled.append(Filled(arch, found.total() - num_found, num_found))
     return filled

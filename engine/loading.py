@@ -11,6 +11,7 @@ import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -19,7 +20,8 @@ from engine.block_pool import BlockPool
 from engine.chunking import ChunkTokens, EngineSizes
 from engine.disk_tier import DiskTier
 from engine.engine_thread import EngineThread
-from engine.graphs import CAPTURABLE, CudaCapturer, DecodeGraphs, batch_sizes, context_bounds
+from engine.graph_shapes import FLASH_RUNG, MAX_CAPTURED_SEQS, GraphLadder
+from engine.graphs import CAPTURABLE, CudaCapturer, StepGraphs
 from engine.host_tier import HostTier
 from engine.kv_cache import KvCache
 from engine.memory import (
@@ -73,8 +75,6 @@ class EngineRole:
     """Allocates a pool on a GPU so that peers may map it, for the cuda_ipc transport."""
     staged_kv: bool = False
     """Gives the pool a ring on a CPU too: for tests."""
-    graph_seqs: int = 0
-    """Largest decode batch that is captured as a CUDA graph, where device and kernels allow it; 0 = none."""
 
 
 ANY_ROLE = EngineRole()
@@ -97,6 +97,8 @@ class Engine:
     sizes: EngineSizes
     decisions: tuple[Decision, ...] = ()
     """What loading chose by itself."""
+    graphs: StepGraphs | None = None
+    """None where steps are not captured."""
 
     @property
     def pool(self) -> BlockPool:
@@ -144,13 +146,14 @@ def load_engine(config: WorkerConfig, role: EngineRole = ANY_ROLE) -> Engine:
         largest = StepSizes(
             chunk_tokens.alone if role.prefills_only else chunk_tokens.beside, max_seqs, model.config.context_tokens
         )
-        step_bytes = executor.submit(warm_up, model, kernels, layout, largest).result() if device.type == "cuda" else 0
+        ladder = ladder_of(config, role, model, kernels.name, largest)
+        warming = partial(warm_up, model, kernels, layout, largest, ladder)
+        step_bytes = executor.submit(warming).result() if device.type == "cuda" else 0
         kv_cache = _create_pool(config, role, model, layout, max_seqs, step_bytes)
         owned.append(kv_cache)
         if kv_cache.staging is not None:
             executor.submit(library.obstacle).result()  # hashes the ring's rows; compiled here, never on a loop
-        graph_seqs = min(role.graph_seqs, max_seqs)
-        graphs = executor.submit(_capture_graphs, graph_seqs, model, kv_cache, kernels.name).result()
+        graphs = None if ladder is None else executor.submit(_captured, ladder, model, kv_cache).result()
         tier = _host_tier(config, kv_cache, device)
         if tier is not None:
             owned.append(tier)
@@ -163,7 +166,8 @@ def load_engine(config: WorkerConfig, role: EngineRole = ANY_ROLE) -> Engine:
             each.close()
         raise
     watch_compilations(device)
-    pool = BlockPool(kv_cache.num_blocks, config.block_size)
+    pool, rungs = BlockPool(kv_cache.num_blocks, config.block_size), () if graphs is None else graphs.rungs
+    longest = min(model.config.context_tokens, kv_cache.num_blocks * layout.block_size)
     engine = Engine(
         model=model,
         layout=layout,
@@ -173,10 +177,9 @@ def load_engine(config: WorkerConfig, role: EngineRole = ANY_ROLE) -> Engine:
         disk=disk,
         thread=EngineThread(runner, executor),
         backend_name=kernels.name,
-        sizes=EngineSizes(
-            chunk_tokens, max_seqs, min(model.config.context_tokens, kv_cache.num_blocks * layout.block_size)
-        ),
-        decisions=_decisions(config, model, layout, kernels, kv_cache.num_blocks, max_seqs, chunk_tokens),
+        sizes=EngineSizes(chunk_tokens, max_seqs, longest, rungs),
+        decisions=_decisions(config, model, layout, kernels, kv_cache.num_blocks, max_seqs, chunk_tokens, graphs),
+        graphs=graphs,
     )
     _log_loaded(engine, kernels, config.attention_backend, time.monotonic() - started_s)
     return engine
@@ -190,11 +193,13 @@ def _decisions(
     num_blocks: int,
     max_seqs: int,
     chunk_tokens: ChunkTokens,
+    graphs: StepGraphs | None,
 ) -> tuple[Decision, ...]:
     """Returns what was chosen above, and why."""
     pool = pool_decision(config, layout, model.device, num_blocks, max_seqs * model.config.context_tokens)
     chunks = chunk_tokens.decision(config.chunk_tokens, model.device)
-    return (*filter(None, (kernels.decision,)), pool, seqs_decision(config.max_seqs, max_seqs), chunks)
+    captured = None if graphs is None else graphs.decision(config.cuda_graph_seqs)
+    return tuple(filter(None, (kernels.decision, pool, seqs_decision(config.max_seqs, max_seqs), chunks, captured)))
 
 
 def _log_loaded(engine: Engine, kernels: Kernels, attention_asked: str, seconds: float) -> None:
@@ -218,7 +223,8 @@ def load(config: WorkerConfig, device: torch.device, kernels: Kernels) -> Loaded
     """Returns the model with its weights on `device`, rounded as the options say."""
     form = None if config.quantize is None else QuantForm(config.quantize)
     path = resolve_model(config.model)
-    return load_model(path, config.dtype, device, kernels, form, config.model_impl, config.context_tokens)
+    how = config.model_impl, config.context_tokens, config.activations
+    return load_model(path, config.dtype, device, kernels, form, *how)
 
 
 def keep_freed_memory() -> bool:
@@ -268,17 +274,30 @@ def _probe_dtype(config: WorkerConfig) -> torch.dtype:
     return torch_dtype(read_dtype(read_config(resolve_model(config.model))) or DType.FLOAT32)
 
 
-def _capture_graphs(graph_seqs: int, model: LoadedModel, kv_cache: KvCache, kernels_name: str) -> DecodeGraphs | None:
-    """On the engine thread; None where there is nothing to capture: of transformers' code nobody knows if it may be."""
-    if model.device.type != "cuda" or kernels_name not in CAPTURABLE or not graph_seqs:
+def ladder_of(
+    config: WorkerConfig, role: EngineRole, model: LoadedModel, kernels_name: str, largest: StepSizes
+) -> GraphLadder | None:
+    """Returns the shapes to capture: those that steps can have; None where there is nothing to capture.
+
+    Of transformers' code nobody knows if it may be captured.
+    """
+    asked = MAX_CAPTURED_SEQS if config.cuda_graph_seqs is None else config.cuda_graph_seqs
+    if model.device.type != "cuda" or kernels_name not in CAPTURABLE or not asked:
         return None
     if not isinstance(model.decoder, Decoder) or model.decoder.waits_for_device:
         return None
-    max_seq_len = min(model.config.context_tokens, kv_cache.num_blocks * kv_cache.layout.block_size)
-    shapes = (batch_sizes(graph_seqs), context_bounds(max_seq_len))
-    graphs = DecodeGraphs(model.decoder, kv_cache.tensor, model.config.vocab_size, *shapes)
-    with torch.inference_mode():
-        graphs.capture(CudaCapturer(model.device))
+    decode_seqs = 0 if role.prefills_only else min(asked, largest.max_seqs)
+    rung_tokens = largest.chunk_tokens
+    if role.prefills_only and kernels_name == "flash_attn":
+        rung_tokens = min(rung_tokens, FLASH_RUNG)
+    return GraphLadder.of(decode_seqs, rung_tokens, largest.max_seqs, largest.context_tokens)
+
+
+def _captured(ladder: GraphLadder, model: LoadedModel, kv_cache: KvCache) -> StepGraphs:
+    """On the engine thread."""
+    pool_tokens = kv_cache.num_blocks * kv_cache.layout.block_size
+    graphs = StepGraphs(model.decoder, kv_cache.tensor, model.config.vocab_size, ladder.within(pool_tokens))
+    graphs.capture(CudaCapturer(model.device))
     return graphs
 
 

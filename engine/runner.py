@@ -19,7 +19,7 @@ import torch
 
 from engine.batch import Batch, Forward, build_batch
 from engine.device import Device, Mark
-from engine.graphs import DecodeGraphs
+from engine.graphs import StepGraphs
 from engine.host_tier import HostTier
 from engine.kv_cache import KvCache
 from engine.logprobs import BestTokens
@@ -64,14 +64,14 @@ class Launched:
 
 
 class Runner:
-    """Steps `decoder` over `kv_cache`: decode steps through `graphs`, draws and copies by `kernels`."""
+    """Steps `decoder` over `kv_cache`: through `graphs` where one serves, draws and copies by `kernels`."""
 
     def __init__(
         self,
         decoder: Forward,
         kv_cache: KvCache,
         kernels: Kernels = _REFERENCE,
-        graphs: DecodeGraphs | None = None,
+        graphs: StepGraphs | None = None,
         tier: HostTier | None = None,
         device: Device | None = None,
     ) -> None:
@@ -97,7 +97,8 @@ class Runner:
             raise InternalError("a step without seqs")
         self._check_moves(step)
         with self._device.uploading():
-            batch = build_batch(step.chunks, self._block_size, self._kv.device, step.rows)
+            shape_of = None if self._graphs is None else self._graphs.shape_of
+            batch = build_batch(step.chunks, self._block_size, self._kv.device, step.rows, shape_of)
             return Prepared(
                 batch=batch,
                 plan=self._plan(batch),
@@ -162,11 +163,12 @@ class Runner:
 
     def _compute(self, batch: Batch) -> tuple[torch.Tensor, BestTokens | None]:
         """KV of the step; returns logits `[R, V]` of its draws, and what known tokens score."""
+        if batch.graph is not None and self._graphs is not None:
+            return self._graphs.run(batch), None
         rows = batch.sample_rows if batch.scores is None else batch.scores.hidden_rows
         inputs = StepInputs(batch.token_ids, batch.positions, self._kv, batch.metadata, rows)
         if batch.scores is None:
-            logits = None if self._graphs is None else self._graphs.run(batch)
-            return (self._decoder.forward(inputs) if logits is None else logits), None
+            return self._decoder.forward(inputs), None
         hidden = self._decoder.hidden(inputs)  # [U, E]
         scores = batch.scores.score(hidden, self._decoder.project)
         return self._decoder.project(hidden.index_select(0, batch.scores.sample_rows)), scores

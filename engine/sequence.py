@@ -129,6 +129,11 @@ class Sequence:
         return self.num_tokens - self.num_computed_tokens
 
     @property
+    def is_computed(self) -> bool:
+        """Whether KV of all known tokens lies in the blocks: no step in flight computes it."""
+        return self.num_ended_tokens >= self.num_tokens - self.num_pending_tokens
+
+    @property
     def is_finished(self) -> bool:
         """Whether nothing more will be drawn."""
         return self.finish_reason is not None

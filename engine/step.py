@@ -3,7 +3,8 @@
     rows      decodes, as columns: each computes its newest token and draws the next one
     chunks    shares of prompts, an object each; the last one of a prompt draws each choice's first token
 
-Rows may take as their input what the step launched just before draws (`DecodeRows.feeds`). The order within a step is
+Rows may take as their input what the step launched just before draws (`DecodeRows.feeds`), and chunks go on behind its
+chunks. The order within a step is
 
     moves out of the pool → moves into it → block copies → KV and logits of all seqs → draws
 
@@ -120,6 +121,8 @@ class Step:
     moves: tuple[TierMove, ...] = ()
     """No block is moved into twice, and none that is moved into is the source of a copy."""
     rows: DecodeRows | None = None
+    continues: bool = False
+    """Whether a chunk goes on behind tokens that the step launched just before computes: that one feeds this one."""
 
 
 class StepFailed(InternalError):

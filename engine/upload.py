@@ -15,19 +15,31 @@ _ALIGNMENT = 16
 
 
 def upload(arrays: Sequence[Array], device: torch.device) -> list[torch.Tensor]:
-    """Tensors with the content of `arrays` on `device`; on a CPU they share memory with them.
-
-    On a GPU they are views of one buffer, filled through pinned memory while the host goes on;
-    torch keeps the pinned side until the copy has read it.
+    """Tensors with the content of `arrays` on `device`; on a CPU they share memory with them, on a GPU they are views
+    of one buffer.
     """
     if device.type == "cpu":
         return [torch.from_numpy(array) for array in arrays]
-    return unpack(pack(arrays, pin_memory=True).to(device, non_blocking=True), arrays)
+    return unpack(upload_packed(arrays, device), arrays)
+
+
+def upload_packed(arrays: Sequence[Array], device: torch.device) -> torch.Tensor:
+    """Returns `arrays` on `device` as `pack` lays them.
+
+    A GPU's buffer is filled through pinned memory while the host goes on; torch keeps the pinned side until the copy
+    has read it.
+    """
+    return pack(arrays, pin_memory=device.type == "cuda").to(device, non_blocking=True)
+
+
+def packed_bytes(arrays: Sequence[Array]) -> int:
+    """Returns how many bytes `pack` lays `arrays` into."""
+    return sum(_padded(array.nbytes) for array in arrays)
 
 
 def pack(arrays: Sequence[Array], *, pin_memory: bool) -> torch.Tensor:
     """Lays `arrays` one after the other, each aligned; returns `[bytes]` uint8."""
-    packed = torch.empty(sum(_padded(array.nbytes) for array in arrays), dtype=torch.uint8, pin_memory=pin_memory)
+    packed = torch.empty(packed_bytes(arrays), dtype=torch.uint8, pin_memory=pin_memory)
     buffer, start = packed.numpy(), 0
     for array in arrays:
         buffer[start : start + array.nbytes].view(array.dtype)[:] = array.reshape(-1)

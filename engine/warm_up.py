@@ -1,7 +1,8 @@
 """Steps that a worker on a GPU takes before its pool is made: every kernel compiles, and what steps need shows.
 
 They go as far as served ones do: full chunks, alone and beside the largest decode batch, chunks behind a context, every
-kind of draw, a scored prompt, a copy, a digest. A kernel is compiled once for each combination of its arguments' types
+kind of draw, a scored prompt, a copy, a digest, and the largest steps that are captured, with their workspaces for the
+longest sequence. A kernel is compiled once for each combination of its arguments' types
 and alignments, and those depend on the model and on how many tokens a step has, by few kinds:
 tests/kernels/test_triton_launches.py compares what serving launches with what is launched here.
 """
@@ -9,11 +10,14 @@ tests/kernels/test_triton_launches.py compares what serving launches with what i
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 
 from engine.draws import SampleSpec
+from engine.graph_shapes import GraphLadder
+from engine.graphs import StepGraphs
 from engine.kv_cache import KvCache
 from engine.runner import Runner
 from engine.step import BlockCopy, DecodeRows, ScheduledSeq, ScoredTokens, Step
@@ -94,36 +98,44 @@ def warm_up_steps(sizes: StepSizes, block_size: int) -> tuple[int, tuple[Step, .
     )
 
 
-def warm_up(model: LoadedModel, kernels: Kernels, layout: KvLayout, sizes: StepSizes) -> int:
+def warm_up(
+    model: LoadedModel, kernels: Kernels, layout: KvLayout, sizes: StepSizes, ladder: GraphLadder | None = None
+) -> int:
     """On the engine thread, over a pool that is given back. Returns what steps take of the device beside it, in bytes.
 
-    Raises ConfigError if such steps do not fit into the device.
+    `ladder`: the steps that will be captured. Raises ConfigError if such steps do not fit into the device.
     """
     began_s, device = time.monotonic(), model.device
     num_blocks, steps = warm_up_steps(sizes, layout.block_size)
+    kv_cache = KvCache.create(layout, num_blocks, device)
     try:
-        step_bytes = _take(steps, model, kernels, layout, num_blocks)
+        step_bytes = _taken(device, lambda: _run(steps, Runner(model.decoder, kv_cache, kernels), kv_cache))
+        if ladder is not None:  # captured steps keep their memory, so that it comes on top
+            vocab_size = model.config.vocab_size
+            step_bytes += _taken(
+                device, lambda: StepGraphs(model.decoder, kv_cache.tensor, vocab_size, ladder).rehearse()
+            )
     except torch.OutOfMemoryError as error:
         raise ConfigError("--chunk-tokens", f"{sizes.chunk_tokens}: a step does not fit into {device}") from error
+    finally:
+        kv_cache.close()
     if device.type == "cuda":
         torch.cuda.empty_cache()  # what torch keeps of it is the pool's
     _log.info("kernels warm", seconds=round(time.monotonic() - began_s, 2), step_bytes=step_bytes)
     return step_bytes
 
 
-def _take(steps: tuple[Step, ...], model: LoadedModel, kernels: Kernels, layout: KvLayout, num_blocks: int) -> int:
-    """What they take beside the pool, in bytes. Nothing holds the pool after it."""
-    device = model.device
-    kv_cache = KvCache.create(layout, num_blocks, device)
-    try:
-        before_bytes = _allocated_bytes(device)
-        runner = Runner(model.decoder, kv_cache, kernels)
-        for step in steps:
-            runner.run(step)
-        digest_blocks(kv_cache.blocks_view, torch.zeros(1, dtype=torch.int64, device=device))
-        return _allocated_bytes(device, peak=True) - before_bytes
-    finally:
-        kv_cache.close()
+def _run(steps: tuple[Step, ...], runner: Runner, kv_cache: KvCache) -> None:
+    for step in steps:
+        runner.run(step)
+    digest_blocks(kv_cache.blocks_view, torch.zeros(1, dtype=torch.int64, device=kv_cache.tensor.device))
+
+
+def _taken(device: torch.device, work: Callable[[], None]) -> int:
+    """Returns the most bytes that `work` holds at a time beside what was there before."""
+    before_bytes = _allocated_bytes(device)
+    work()
+    return _allocated_bytes(device, peak=True) - before_bytes
 
 
 def _allocated_bytes(device: torch.device, *, peak: bool = False) -> int:

@@ -33,6 +33,9 @@ class AttentionMetadata:
     """`query_len` of each seq, on the host, so that no back-end has to synchronize."""
     seq_lens_host: tuple[int, ...]
     """`seq_lens` on the host."""
+    is_padded: bool = False
+    """Whether there are tokens behind those of the last seq, as in a captured step: their results are zero. Lengths on
+    the host are bounds then."""
 
     @property
     def max_query_len(self) -> int:

@@ -25,7 +25,8 @@ class StepInputs(NamedTuple):
     """`[N, L, 2, Hkv, S, D]`, written at `metadata.slot_mapping`."""
     metadata: AttentionMetadata
     rows: torch.Tensor
-    """`[R]` int64, ascending, each once: the tokens whose results are wanted; R may be 0."""
+    """`[R]` int64, ascending, each once: the tokens whose results are wanted; R may be 0. In a padded step any
+    R tokens, in any order."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

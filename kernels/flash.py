@@ -182,7 +182,7 @@ class FlashAttention:
         """See `AttentionBackend.attend`."""
         dims = check_attend(q, kv_layer, metadata, params)
         wrong_heads = dims["D"] > MAX_HEAD_DIM or dims["D"] % HEAD_DIM_MULTIPLE
-        has_streams = min(metadata.query_lens_host) <= 1
+        has_streams = metadata.is_padded or min(metadata.query_lens_host) <= 1  # of captured steps lengths are bounds
         if has_streams or wrong_heads or is_quantized(kv_layer) or params.sinks is not None:
             return self.other.attend(q, k, v, kv_layer, metadata, params)
         runs = plan_runs(metadata.query_lens_host, metadata.seq_lens_host, MIN_FRESH_TOKENS)

@@ -129,6 +129,16 @@ class Operations(Protocol):
     def keeps(self, weight: QuantizedWeight) -> bool:
         """Whether `linear` and `gated_linear` multiply `weight` as it is; else they dequantise it once."""
 
+    def rounding(self, device: torch.device) -> Operations | None:
+        """Returns the same operations with the activations of long prompts rounded to FP8, for weights that `rounds`
+        names; None where `device` or the set multiplies no FP8 by FP8.
+        """
+        return None
+
+    def rounds(self, weight: QuantizedWeight) -> bool:
+        """Whether `linear` rounds the activations that meet `weight` in long prompts."""
+        return False
+
     def linear(self, weight: torch.Tensor | QuantizedWeight, bias: torch.Tensor | None) -> LinearMap:
         """Packs `weight` `[out, in]` once, for `x @ weight.T + bias`; `bias` `[out]`."""
 

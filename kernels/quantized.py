@@ -22,6 +22,10 @@ _INT4_ZERO = 8
 _INT4_SHRINK = (1.0, 0.95, 0.9, 0.85, 0.8)
 """Steps that are tried for a group, as parts of the one that reaches its largest weight: to clip that one may pay."""
 _INT8_MAX = 127
+_E2M1_DOUBLED = (0, 1, 2, 3, 4, 6, 8, 12)
+"""Twice the magnitudes of FP4 by their code; the code's highest bit is the sign."""
+_E2M1_EXPONENT = 2
+"""Exponent of the largest magnitude, 6."""
 _ROUNDED_AT_ONCE = 1 << 20
 """Elements."""
 
@@ -32,9 +36,18 @@ class QuantForm(StrEnum):
     INT8 = "int8"
     INT4 = "int4"
     FP8 = "fp8"
+    FP4 = "fp4"
+    """e2m1: what MXFP4 and NVFP4 have, which differ in their groups and in what their scales may be."""
 
 
-_VALUE_DTYPES = {QuantForm.INT8: torch.int8, QuantForm.INT4: torch.uint8, QuantForm.FP8: torch.float8_e4m3fn}
+_VALUE_DTYPES = {
+    QuantForm.INT8: torch.int8,
+    QuantForm.INT4: torch.uint8,
+    QuantForm.FP8: torch.float8_e4m3fn,
+    QuantForm.FP4: torch.uint8,
+}
+HALF_BYTES = frozenset((QuantForm.INT4, QuantForm.FP4))
+"""Forms of which two values share a byte."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -43,7 +56,7 @@ class QuantizedWeight:
 
     form: QuantForm
     values: torch.Tensor
-    """`[out, in]` int8 or float8_e4m3fn; INT4: `[out, in / 2]` uint8, two of 0 to 15, the first in the low half."""
+    """`[out, in]` int8 or float8_e4m3fn; INT4, FP4: `[out, in / 2]` uint8, two of 4 bits, the first in the low half."""
     scales: torch.Tensor
     """`[out, in / group]` float32."""
     offsets: torch.Tensor | None
@@ -69,7 +82,7 @@ class QuantizedWeight:
     @property
     def num_inputs(self) -> int:
         """Values of a row."""
-        return self.values.shape[1] * (2 if self.form is QuantForm.INT4 else 1)
+        return self.values.shape[1] * (2 if self.form in HALF_BYTES else 1)
 
     @property
     def group(self) -> int:
@@ -96,6 +109,8 @@ class QuantizedWeight:
     def dequantize(self, dtype: torch.dtype | None = None) -> torch.Tensor:
         """The weight `[out, in]` in `dtype` (None: its own); rounded once, from float32 or, for it, in float64."""
         dtype = dtype or self.dtype
+        if self.form is QuantForm.FP4:
+            return self.as_int8().dequantize(dtype)
         wide = torch.float64 if dtype is torch.float64 else torch.float32
         values = unpack_int4(self.values) if self.form is QuantForm.INT4 else self.values
         grouped = values.to(wide).view(self.num_outputs, -1, self.group)  # [out, in / group, group]
@@ -103,6 +118,19 @@ class QuantizedWeight:
         if self.offsets is not None:
             grouped.add_(self.offsets[:, :, None])
         return grouped.view(self.num_outputs, -1).to(dtype)
+
+    def as_int8(self) -> QuantizedWeight:
+        """The same weight, to the bit, of a form of integers or FP4, with a byte per value."""
+        if self.form is QuantForm.INT4:
+            return replace(self, form=QuantForm.INT8, values=unpack_int4(self.values).to(torch.int8))
+        if self.form is QuantForm.FP4:
+            doubled = torch.tensor((*_E2M1_DOUBLED, *(-value for value in _E2M1_DOUBLED)), dtype=torch.int8)
+            codes = torch.arange(256)
+            pairs = torch.stack((doubled[codes & 15], doubled[codes >> 4]), dim=1).view(torch.int16).flatten()  # [256]
+            values = pairs.to(self.values.device).index_select(0, self.values.flatten().int())
+            whole = values.view(torch.int8).view(self.num_outputs, self.num_inputs)
+            return replace(self, form=QuantForm.INT8, values=whole, scales=self.scales / 2)
+        return self
 
 
 def dequantized(weight: torch.Tensor | QuantizedWeight) -> torch.Tensor:
@@ -113,9 +141,9 @@ def dequantized(weight: torch.Tensor | QuantizedWeight) -> torch.Tensor:
 def quantize(weight: torch.Tensor, form: QuantForm) -> QuantizedWeight:
     """Rounds `weight` `[out, in]` to the nearest value: one scale per output, INT4 one per `INT4_GROUP` inputs.
 
-    INT4 takes the largest of its divisors that `in` has. All forms are symmetric: least and greatest of a group would
-    err a twentieth less in INT4, but cost a second table that is read with each product. Some rows at a time, so that
-    what is needed meanwhile is small.
+    INT4 takes the largest of its divisors that `in` has, FP4 too, whose scales are powers of 2. All forms are
+    symmetric: least and greatest of a group would err a twentieth less in INT4, but cost a second table that is read
+    with each product. Some rows at a time, so that what is needed meanwhile is small.
     """
     rows = max(1, _ROUNDED_AT_ONCE // weight.shape[1])
     whole = stack([_quantize_rows(some, form) for some in torch.split(weight, rows)])
@@ -127,6 +155,8 @@ def _quantize_rows(weight: torch.Tensor, form: QuantForm) -> QuantizedWeight:
     wide = weight.to(torch.float32)
     if form is QuantForm.INT4:
         return _quantize_int4(wide, weight.dtype)
+    if form is QuantForm.FP4:
+        return _quantize_fp4(wide, weight.dtype)
     largest = wide.abs().amax(1, keepdim=True)  # [out, 1]
     largest.masked_fill_(largest == 0, 1.0)
     if form is QuantForm.INT8:
@@ -162,6 +192,18 @@ def _quantize_int4(wide: torch.Tensor, dtype: torch.dtype) -> QuantizedWeight:
     return QuantizedWeight(QuantForm.INT4, packed, scales, -_INT4_ZERO * scales, dtype)
 
 
+def _quantize_fp4(wide: torch.Tensor, dtype: torch.dtype) -> QuantizedWeight:
+    """As MXFP4: a group's largest weight has the largest exponent that there is."""
+    grouped = wide.reshape(len(wide), -1, math.gcd(INT4_GROUP, wide.shape[1]))  # [out, in / group, group]
+    largest = grouped.abs().amax(2)
+    largest.masked_fill_(largest == 0, 1.0)
+    scales = torch.ldexp(torch.ones_like(largest), torch.frexp(largest).exponent - 1 - _E2M1_EXPONENT)
+    doubled = torch.tensor(_E2M1_DOUBLED, dtype=torch.float32, device=wide.device)
+    codes = torch.bucketize((grouped / scales[:, :, None]).abs_(), (doubled[1:] + doubled[:-1]) / 4)
+    codes += 8 * grouped.signbit()
+    return QuantizedWeight(QuantForm.FP4, pack_int4(codes.to(torch.uint8).view(len(wide), -1)), scales, None, dtype)
+
+
 def zero_weight(form: QuantForm, shape: tuple[int, int], group: int, dtype: torch.dtype) -> QuantizedWeight:
     """A weight of zeros, `shape` = (out, in): what kernels are asked about that are to say which weights they take."""
     num_outputs, num_inputs = shape
@@ -174,14 +216,15 @@ def zero_weight(form: QuantForm, shape: tuple[int, int], group: int, dtype: torc
 def stack(weights: Sequence[QuantizedWeight]) -> QuantizedWeight | None:
     """Weights of equal inputs as one, by rows, such as q, k and v; no value changes.
 
-    Where they differ, groups are cut to what all share, and INT4 becomes INT8. None where FP8 meets integers.
+    Where they differ, groups are cut to what all share, and 4 bits become INT8. None where FP8 meets integers.
     """
     forms = {weight.form for weight in weights}
     if QuantForm.FP8 in forms and len(forms) > 1:
         return None
     form = forms.pop() if len(forms) == 1 else QuantForm.INT8
     group = math.gcd(*(weight.group for weight in weights))
-    values = [weight.values if weight.form is form else unpack_int4(weight.values).to(torch.int8) for weight in weights]
+    weights = [weight if weight.form is form else weight.as_int8() for weight in weights]
+    values = [weight.values for weight in weights]
     scales = torch.cat([weight.scales.repeat_interleave(weight.group // group, 1) for weight in weights])
     offsets = None
     if any(weight.offsets is not None for weight in weights):

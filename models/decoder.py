@@ -181,7 +181,8 @@ class Decoder:
             attended = self._delta(attended, layer.attention_post_norm)
             delta = self._delta(layer.mlp(layer.mlp_norm.add(attended, hidden)), layer.mlp_post_norm)
         # After the last layer's KV only the wanted rows matter.
-        last, rows = self.layers[-1], None if len(step.rows) == len(hidden) else step.rows
+        last, is_all = self.layers[-1], len(step.rows) == len(hidden) and not metadata.is_padded
+        rows = None if is_all else step.rows
         normed = _add_norm(last.attention_norm, delta, hidden)
         attended = last.attention(normed, rotations[last.rope], kv_cache[:, -1], metadata, rows)  # [R, E]
         attended = self._delta(attended, last.attention_post_norm)

@@ -15,6 +15,7 @@ from kernels.attention import AttentionParams
 from kernels.gates import Gate
 from kernels.operations import Embedding, Kernels, LinearMap, PlainEmbedding, QkNorm, Routing
 from kernels.quantized import QuantForm, QuantizedWeight, dequantized, quantize, stack
+from models.activations import PLAIN, with_activations
 from models.config import CONFIG_FILE, ExpertConfig, ModelConfig, ModelShape, load_model_config, read_config, read_dtype
 from models.config_json import ConfigJson
 from models.decoder import Attention, Decoder, DecoderLayer, HeadShape, Scales
@@ -86,11 +87,13 @@ def load_model(
     form: QuantForm | None = None,
     implementation: str = AUTO,
     context_tokens: int | None = None,
+    activations: str = AUTO,
 ) -> LoadedModel:
     """Loads the folder or GGUF file `path` onto `device` for activations of `dtype` (None or `auto`: as saved).
 
     Linear maps of a plain checkpoint are rounded to `form`, the output projection too, the embedding not.
     `context_tokens`: the longest sequence that is served; None = as long as the model's context.
+    `activations` of long prompts: `fp8` rounds those that meet FP8 weights, `auto` where the checkpoint was made so.
     `implementation`: `auto` is `native` for the families that it has, `transformers` for all others.
     Raises CheckpointError naming the file, key or tensor at fault, ConfigError for a bad `dtype` or `form`.
     """
@@ -98,6 +101,8 @@ def load_model(
     read = ReadFiles(*(path / name for name in (CONFIG_FILE, INDEX_FILE, SINGLE_FILE)), *([gguf] if gguf else []))
     implementation, _ = check_loadable(path, implementation)
     if implementation == TRANSFORMERS:
+        if activations not in (AUTO, PLAIN):
+            raise ConfigError("--activations", f"{activations} is for families computed natively: leave it out")
         return _load_with_transformers(path, read, dtype, device, kernels, form, context_tokens)
     config = load_model_config(path, context_tokens)
     store: Store
@@ -114,6 +119,7 @@ def load_model(
         store = GgufStore(read_gguf(gguf), config)
     if store.method is not None and form is not None:
         raise ConfigError("--quantize", f"{path} is quantised already ({store.method})")
+    kernels = with_activations(kernels, activations, device, is_made_so=store.rounds_activations)
     with store:
         chosen = _choose_dtype(dtype, config.dtype or store.saved_dtype())
         builder = _DecoderBuilder(config, store, torch_dtype(chosen), device, kernels, form)
@@ -121,7 +127,8 @@ def load_model(
     builder.tell()
     scaling = config.rope.scaling
     takes_long = "long factors" if isinstance(scaling, LongRopeScaling) and scaling.is_long else None
-    return LoadedModel(config, decoder, chosen, device, fingerprint_files(read, chosen, form, takes_long))
+    rounded = "fp8 activations" if builder.rounds else None
+    return LoadedModel(config, decoder, chosen, device, fingerprint_files(read, chosen, form, takes_long, rounded))
 
 
 def _load_with_transformers(
@@ -174,6 +181,8 @@ class _DecoderBuilder:
         self._read = partial(store.read, dtype=dtype, device=device)
         self._read_weight = partial(store.read_weight, dtype=dtype, device=device)
         self._forms = Counter[str]()
+        self.rounds = False
+        """Whether activations meet a weight in FP8 that are rounded."""
 
     def build(self) -> Decoder:
         """Reads everything."""
@@ -223,7 +232,7 @@ class _DecoderBuilder:
         if method:
             forms = ", ".join(f"{form}: {count}" for form, count in self._forms.items())
             _log.info("weights quantised", method=method, linear_maps=forms)
-        if self._store.rounds_activations:
+        if self._store.rounds_activations and not self.rounds:
             _log.info("activations are multiplied as they are, not rounded to 8 bits as the checkpoint allows")
 
     def _layer(self, index: int) -> DecoderLayer:
@@ -357,6 +366,7 @@ class _DecoderBuilder:
             weight = quantize(weight, self._form)
         if isinstance(weight, QuantizedWeight):
             is_kept = self._operations.keeps(weight)
+            self.rounds |= self._operations.rounds(weight)
             label = f"{weight.form} by {weight.group}" + ("" if is_kept else ", dequantised for these kernels")
         else:
             label = "plain" if known is not None or not any(map(self._store.is_quantized, names)) else "dequantised"

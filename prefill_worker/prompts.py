@@ -163,10 +163,20 @@ class Prompts:
 
     def next_step(self) -> BatchedStep | None:
         """Starts prompts as far as there is room; then returns a step of prompts alone."""
+        return self._step()
+
+    def step_behind(self, running: BatchedStep, *, with_prompts: bool) -> BatchedStep | None:
+        """See `Source`. None without prompts."""
+        return self._step(running) if with_prompts else None
+
+    def _step(self, running: BatchedStep | None = None) -> BatchedStep | None:
+        """`running`: the step in flight, if there is one."""
         while self.start_next(self._cache.num_available)[0] is not None:
             pass
+        sitting_out = () if running is None else running.unsettled
         while True:
-            prompts = [(each, each.group.prefix.num_remaining_tokens) for each in self.computing]
+            prefixes = [(each, each.group.prefix) for each in self.computing if each.group.prefix not in sitting_out]
+            prompts = [(each, prefix.num_remaining_tokens) for each, prefix in prefixes if prefix.num_remaining_tokens]
             chunk_tokens = self._sizes.chunk_tokens.alone
             shares = share_tokens(prompts, chunk_tokens, chunk_tokens // 2)
             chunks = [(request, share) for (request, _), share in zip(prompts, shares, strict=True) if share]
@@ -176,13 +186,9 @@ class Prompts:
             return None
         seqs = tuple(request.group.prefix.schedule(num_tokens) for request, num_tokens in chunks)
         pairs = tuple((request, request.group.prefix) for request, _ in chunks)
-        return BatchedStep(
-            Step(seqs, moves=self._cache.take_moves()), (), pairs, tuple(request for request, _ in chunks)
-        )
-
-    def step_behind(self, running: BatchedStep) -> BatchedStep | None:
-        """Returns None: planning takes a small part of a step of prompts, and newcomers would miss a step behind it."""
-        return None
+        continues = running is not None and running.is_continued_by(pairs)
+        step = Step(seqs, moves=self._cache.take_moves(), continues=continues)
+        return BatchedStep(step, (), pairs, tuple(request for request, _ in chunks))
 
     def start_next(self, num_available: int) -> tuple[Request | None, bool]:
         """Starts the prompt whose turn it is, if the prompt fits into `num_available` blocks: it takes all its blocks.
@@ -217,7 +223,7 @@ class Prompts:
         """Lends the blocks that a chunk has filled. With the last chunk, the router gets the first tokens at once; the
         rest is handed over, unless these tokens end every choice. Candidates of a beam search go with the hand-off.
         """
-        if not drawn and seq.num_remaining_tokens:
+        if not drawn and not seq.is_computed:
             self._lend(request)
             return
         request.owes_prefill_done = False
@@ -280,6 +286,10 @@ class Prompts:
 
 
 def new_prefill_worker(parts: WorkerParts, sender: Sender) -> Worker:
-    """Returns a prefill worker: the core on a line of prompts and nothing else. One step is in flight at a time."""
+    """Returns a prefill worker: the core on a line of prompts and nothing else."""
     budget = ChunkBudget(parts.sizes.chunk_tokens.alone)
-    return Worker(parts, budget, lambda owner, releases: Sources(prompts=Prompts(parts, sender, releases, owner)))
+
+    def sources(owner: Owner, releases: BlockReleases) -> Sources:
+        return Sources(prompts=Prompts(parts, sender, releases, owner))
+
+    return Worker(parts, budget, sources, overlap_steps=True)

@@ -143,6 +143,12 @@ class WorkerConfig(ProcessConfig):
         one_of("int8", "int4", "fp8"),
         none_word="none",
     )
+    activations: str = _model(
+        "activations",
+        "auto",
+        "as what long prompts meet FP8 weights on a GPU; auto: fp8 if the checkpoint was made for it, else plain",
+        one_of("auto", "plain", "fp8"),
+    )
     kv_dtype: str = _memory(
         "kv-dtype", "auto", "as what KV is stored; auto: as it is computed", one_of("auto", "int8", "fp8")
     )
@@ -165,7 +171,7 @@ class WorkerConfig(ProcessConfig):
     )
     device_workers: int = _internal(
         "device-workers",
-        2,
+        1,
         "workers that share this one's GPU, itself included: by default each takes its part of the memory",
         integer(1, 128),
     )
@@ -216,6 +222,13 @@ class WorkerConfig(ProcessConfig):
         "cpu-tier", None, "instructions of a CPU's kernels: docs/kernels.md", text(r"\w+", "a tier"), none_word="auto"
     )
     threads: int | None = _compute("threads", None, "CPU threads of the engine", integer(1, 1024), none_word="auto")
+    cuda_graph_seqs: int | None = _compute(
+        "cuda-graphs",
+        None,
+        "largest decode batch run as CUDA graphs, as steps with prompts are; 0 = no step is, auto = max-seqs up to 512",
+        integer(0, 1024),
+        none_word="auto",
+    )
 
     @property
     def calls(self) -> tuple[tuple[str, str], ...]:
@@ -264,16 +277,9 @@ class DecodeConfig(WorkerConfig):
     overlap_steps: str = _internal(
         "overlap-steps",
         "auto",
-        "auto = plan and launch the next decode step shortly before the one that computes should end; off = once it "
-        "has ended",
+        "auto = plan and launch the next step shortly before the one that computes should end, on a CPU if neither has "
+        "prompts; off = once it has ended",
         one_of("auto", "off"),
-    )
-    cuda_graph_seqs: int | None = _compute(
-        "cuda-graphs",
-        None,
-        "largest decode batch run as CUDA graphs; 0 = none, auto = max-seqs up to 256",
-        integer(0, 1024),
-        none_word="auto",
     )
 
 

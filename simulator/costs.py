@@ -4,6 +4,9 @@
                   + per_context_token * context of decodes
                   + per_prompt_context * (prompt tokens * context before each)
 
+A step with prompt tokens takes `launch` at least: the time of a host that launches its kernels one by one, on a GPU
+without a graph for the step.
+
 A step reads all weights however few tokens it has, and multiplies meanwhile: `hidden` is what that hides, the flat part
 of a roofline (Williams et al. 2009). So a few prompt tokens beside a few decodes take no time of their own.
 
@@ -78,15 +81,17 @@ class StepCosts:
     per_prompt_token: float = 0.0
     per_prompt_context: float = 0.0
     hidden: float = 0.0
+    launch: float = 0.0
 
     def seconds(self, work: StepWork) -> float:
         """Returns the seconds of one step."""
-        return (
+        computed_s = (
             self.base
             + max(0.0, self.per_seq * work.decodes + self.per_prompt_token * work.prompt_tokens - self.hidden)
             + self.per_context_token * work.context_tokens
             + self.per_prompt_context * work.prompt_context
         )
+        return max(computed_s, self.launch) if work.prompt_tokens else computed_s
 
 
 @dataclass(frozen=True, slots=True)

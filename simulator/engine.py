@@ -87,6 +87,7 @@ class SimulatedEngine:
     def __init__(self, costs: StepCosts, host: Host, rng: Random, jitter: float = 0.0) -> None:
         """`jitter` is `CostModel.jitter`."""
         self.num_steps = 0
+        self.is_asynchronous = False
         self.busy_s = 0.0
         """Time in steps."""
         self.prompt_s = 0.0

@@ -228,12 +228,12 @@ MODEL_MISTAKES = (
     ),
     Mistake(
         MODEL,
-        "FP8 of a form that is not read.",
-        "…/config.json: quantization_config.quant_method: 'modelopt' is not read (…): take the checkpoint "
+        "ModelOpt's quantisation is of a form that is not read.",
+        "…/config.json: quantization_config.quant_algo: 'W4A8_AWQ' is not read (FP8, NVFP4): take the checkpoint "
         "that it was made "
         "from, and --quantize",
         "Take the plain checkpoint with `--quantize fp8`, or one that says `fp8` or `compressed-tensors`.",
-        spoil=quantized(quant_method="modelopt", quant_algo="FP8"),
+        spoil=quantized(quant_method="modelopt", quant_algo="W4A8_AWQ"),
     ),
     Mistake(
         MODEL,

@@ -64,9 +64,11 @@ class FakeEngine:
     one prompt that `make_spec` makes all prompts of.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, is_asynchronous: bool = False) -> None:
+        self.is_asynchronous = is_asynchronous
         self.gate = Gate()
         self.num_steps = 0
+        self.step_s = 0.5
         self.slots: dict[tuple[BlockId, int], TokenId] = {}
         self.rows: dict[int, list[TokenId]] = {}
         """The host tier."""
@@ -92,7 +94,7 @@ class FakeEngine:
             error, self.error = self.error, None
             raise error
         scored = {number: self._score(seq.scored) for number, seq in enumerate(step.chunks) if seq.scored is not None}
-        return StepResult(tuple(self._sample(seq) for seq in step.chunks), 0.5, scored)
+        return StepResult(tuple(self._sample(seq) for seq in step.chunks), self.step_s, scored)
 
     def _score(self, scored: ScoredTokens) -> Scores:
         """Each by its own id."""

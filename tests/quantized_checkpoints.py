@@ -214,6 +214,30 @@ def int8_by_group(weight: torch.Tensor) -> Encoded:
     return {"weight": values, "weight_scale": scales, "zeros": signed}, meant
 
 
+def nvfp4(values: str, whole: str, *, divides: bool) -> Callable[[torch.Tensor], Encoded]:
+    def encode(weight: torch.Tensor) -> Encoded:
+        num_outputs, num_inputs = weight.shape
+        unit = weight.abs().max() / (6 * 448)
+        grouped = weight.reshape(-1, 16)
+        scales = (grouped.abs().amax(1) / 6 / unit).to(torch.float8_e4m3fn)
+        blocks, meant = np.zeros((len(grouped), 8), dtype=np.uint8), torch.zeros_like(grouped)
+        for row, group in enumerate(grouped):
+            scale = float(scales[row].float() * unit)
+            for i, value in enumerate(group.tolist()):
+                code = int(np.argmin(np.abs(np.array(E2M1) * scale - value)))
+                blocks[row, i // 2] |= code << (4 * (i % 2))
+                meant[row, i] = E2M1[code] * scale
+        parts = {
+            values: torch.from_numpy(blocks).view(num_outputs, num_inputs // 2),
+            "weight_scale": scales.view(num_outputs, -1),
+            whole: (1 / unit if divides else unit).reshape(1),
+        }
+        return parts, meant.view(num_outputs, num_inputs)
+
+    return encode
+
+
+E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 INT8, FP8 = {"num_bits": 8, "type": "int", "symmetric": True}, {"num_bits": 8, "type": "float", "symmetric": True}
 DYNAMIC = {"input_activations": {"num_bits": 8, "dynamic": True}}
 
@@ -242,10 +266,18 @@ FORMS = (
     torchao("Int8WeightOnlyConfig", int8_by_output),
     torchao("IntxWeightOnlyConfig", int8_by_group, granularity={"_type": "PerGroup", "_data": {"group_size": 32}}),
     torchao("Float8WeightOnlyConfig", float8_by_output),
+    compressed(
+        "nvfp4-pack-quantized",
+        {"num_bits": 4, "type": "float", "symmetric": True, "strategy": "tensor_group", "group_size": 16},
+        nvfp4("weight_packed", "weight_global_scale", divides=True),
+    ),
+    Form(
+        "modelopt-nvfp4",
+        {"quant_method": "modelopt", "quant_algo": "NVFP4"},
+        nvfp4("weight", "weight_scale_2", divides=False),
+    ),
+    Form("modelopt-fp8", {"quant_method": "modelopt", "quant_algo": "FP8"}, float8_of_all),
 )
-
-
-E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 
 
 def mxfp4(stacked: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

@@ -75,7 +75,7 @@ def drawn_of(outputs: Sequence[Sequence[Sampled]]) -> DrawnTokens:
 
 
 def is_fed(step: Step) -> bool:
-    return any(feed >= 0 for feed in feeds_of(step))
+    return step.continues or any(feed >= 0 for feed in feeds_of(step))
 
 
 class FakeEngine:
@@ -85,7 +85,8 @@ class FakeEngine:
     steps are in flight, and a fed step directly follows the one that feeds it.
     """
 
-    def __init__(self, pool: BlockPool) -> None:
+    def __init__(self, pool: BlockPool, *, is_asynchronous: bool = False) -> None:
+        self.is_asynchronous = is_asynchronous
         self.slots: dict[tuple[int, int], int] = {}
         self.rows: dict[int, dict[int, int]] = {}
         """Of the host tier: tokens by offset."""

@@ -18,11 +18,15 @@ seen. It gives way to two things, and to nothing else:
 Learned from the steps that ended, by moving averages: the decode step of each size class (the nearest one stands for
 one that is not known), and the tokens per second that prompts get beyond it. Results are multiples of a 128th of
 `chunk_tokens`, at least one of them: prompts always advance, and few shapes of steps occur.
+
+Where steps are padded to the next of some numbers of tokens, the rungs, decodes and chunk fill a rung: the largest that
+the above allows, else the smallest beyond the decodes, since a smaller chunk would take as long. So only the step in
+which the last prompts end is padded.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from worker.tuning import (
     FEWEST_SMALL,
@@ -95,15 +99,17 @@ class ChunkBudget:
         objective_s: float | None = None,
         waiting_served_ratio: float = 3.0,
         alone_tokens: int | None = None,
+        rungs: Sequence[int] = (),
     ) -> None:
         """`objective_s` None = by the measured steps, 0 = none: each step beside decodes computes up to `chunk_tokens`.
 
-        `alone_tokens` None = as many; never more.
+        `alone_tokens` None = as many; never more. `rungs` ascend; beyond the last one no step is padded.
         """
         self.chunk_tokens = chunk_tokens
         """The most prompt tokens beside decodes."""
         self._alone_tokens = chunk_tokens if alone_tokens is None else min(alone_tokens, chunk_tokens)
         self._grain_tokens = max(1, chunk_tokens // GRAINS)
+        self._rungs = rungs
         self._objective_s = objective_s
         self._most_wait_ratio = waiting_served_ratio
         self._decode_s: dict[int, float] = {}
@@ -141,6 +147,17 @@ class ChunkBudget:
         """
         if not num_decodes:
             return self._alone_tokens
+        return self._filling_a_rung(num_decodes, self._unpadded_tokens(num_decodes, wait_ratio))
+
+    def _filling_a_rung(self, num_decodes: int, num_tokens: int) -> int:
+        """Returns the prompt tokens that make a rung full beside the decodes; `num_tokens` if there is no such rung."""
+        beyond = [rung for rung in self._rungs if rung > num_decodes]
+        if not beyond:
+            return num_tokens
+        rung = max((each for each in beyond if each <= num_decodes + num_tokens), default=beyond[0])
+        return min(rung - num_decodes, self.chunk_tokens)
+
+    def _unpadded_tokens(self, num_decodes: int, wait_ratio: float) -> int:
         decode_s, per_s = self.decode_step_s(num_decodes), self._prompts.per_s
         share = wait_ratio / self._most_wait_ratio
         if self._objective_s == 0 or (share >= 1 and decode_s and per_s):
@@ -170,6 +187,12 @@ class ChunkBudget:
         size = num_decodes.bit_length()
         nearest = min(self._decode_s, key=lambda each: (abs(each - size), each), default=size)
         return self._decode_s.get(nearest, 0.0)
+
+    def expected_s(self, num_decodes: int, num_prompt_tokens: int) -> float:
+        """Returns the time of a step with prompt tokens, as far as it is known."""
+        per_s = self._prompts.per_s
+        prompt_s = num_prompt_tokens / per_s if per_s else 0.0
+        return (self.decode_step_s(num_decodes) + self._fixed.seconds if num_decodes else 0.0) + prompt_s
 
     # --- what the worker reports ---
 

@@ -160,6 +160,10 @@ class StepEngine(Protocol):
     def num_steps(self) -> int:
         """Steps that have ended since start."""
 
+    @property
+    def is_asynchronous(self) -> bool:
+        """Whether a step is launched long before it ends, as on a GPU."""
+
     def launch(self, step: Step) -> Future[StepResult]:
         """Hands over a step; at most two may be in flight. The seqs' tables have been read when it returns.
 

@@ -49,6 +49,16 @@ class BatchedStep:
         return sum(len(chunk.token_ids) for chunk in self.step.chunks)
 
     @property
+    def unsettled(self) -> Collection[Sequence]:
+        """Returns the sequences that the host must see before they go on: of chunks that draw or are scored."""
+        chunks = zip(self.chunks, self.step.chunks, strict=True)
+        return {seq for (_, seq), chunk in chunks if chunk.samples or chunk.scored is not None}
+
+    def is_continued_by(self, chunks: Collection[Pair]) -> bool:
+        """Whether any of `chunks`, of the next step, goes on behind a chunk of this one."""
+        return not {seq for _, seq in self.chunks}.isdisjoint(seq for _, seq in chunks)
+
+    @property
     def is_decode(self) -> bool:
         """Whether the step computes no chunk."""
         return not self.chunks
@@ -100,8 +110,11 @@ class Source(Protocol):
     def next_step(self) -> BatchedStep | None:
         """Returns a step, planned with none in flight; None = nothing can be computed now."""
 
-    def step_behind(self, running: BatchedStep) -> BatchedStep | None:
-        """Returns a step behind the one in flight; None = the next step is better planned once that has ended."""
+    def step_behind(self, running: BatchedStep, *, with_prompts: bool) -> BatchedStep | None:
+        """Returns a step behind the one in flight; None = the next step is better planned once that has ended.
+
+        `with_prompts`: whether either may compute prompts. `running.unsettled` sit out.
+        """
 
     def apply(self, request: Request, seq: Sequence, drawn: list[tuple[SampledToken, ...]]) -> None:
         """Takes the results of a chunk. `drawn`: once the seq's last token is computed, one token for each

@@ -4,11 +4,14 @@
                                        │                   │
              just before k's end: launch k + 1   just before its end: launch k + 2
 
-The engine computes in its own thread; while a step runs, the control loop is free. A second step is launched behind a
-decode step only, and only if waiting for its end would not bring a better one (`Source.step_behind`); the tokens it
-starts from then go from step to step inside the engine. It is launched shortly before the first one is expected to
-end: earlier, it would leave out requests that arrive while the first one computes. A sequence that turns out to have
-ended costs one discarded token. When no sequence can step, the loop sleeps until `wake`.
+The engine computes in its own thread; while a step runs, the control loop is free. A second step is launched only if
+waiting for the end of the first would not bring a better one (`Source.step_behind`); the tokens it starts from then go
+from step to step inside the engine. On a CPU neither of the two computes prompts. On a GPU, which would idle while the
+loop plans, both may: prompts go on, and sequences whose result the host must see first sit out.
+
+The second step is launched shortly before the first one is expected to end: earlier, it would leave out requests that
+arrive while the first one computes. A sequence that turns out to have ended costs one discarded token. When no sequence
+can step, the loop sleeps until `wake`.
 
 A step that raises fails the requests in it and nobody else, each once; one whose logits are broken fails alone. Both
 may go on elsewhere (`StepFailed`). A broken engine, or a bug in the planning itself, ends `run`, and so the process.
@@ -80,6 +83,7 @@ class StepLoop:
         self._owner = owner
         self._on_step_ended = on_step_ended
         self._overlap = overlap
+        self._overlap_prompts = overlap and parts.engine.is_asynchronous
         self._in_flight: deque[_InFlight] = deque()
         self._decode_s: float | None = None
         """Duration of the last decode step; None = there was none."""
@@ -114,12 +118,23 @@ class StepLoop:
                 await self._guides.settled()
         if last is None:
             return self._planner.next_step()
-        if not self._overlap or not last.batched.is_decode or self._decode_s is None:
+        expected_s = self._expected_s(last.batched)
+        if expected_s is None:
             return None
-        timeout_s = last.started_s + self._decode_s - LEAD_S - self._clock.now_s()
+        timeout_s = last.started_s + expected_s - LEAD_S - self._clock.now_s()
         if timeout_s > 0:
             await asyncio.wait({last.result}, timeout=timeout_s)
-        return None if last.result.done() else self._planner.step_behind(last.batched)
+        if last.result.done():
+            return None
+        return self._planner.step_behind(last.batched, with_prompts=self._overlap_prompts)
+
+    def _expected_s(self, running: BatchedStep) -> float | None:
+        """Returns how long a step takes before one may be launched behind it; None = none may be."""
+        if running.is_decode:
+            return self._decode_s if self._overlap else None
+        if not self._overlap_prompts:
+            return None
+        return self._budget.expected_s(len(running.rows), running.num_prompt_tokens)
 
     def _launch(self, batched: BatchedStep | None) -> bool:
         """Launches a step; returns whether there was a step."""

@@ -20,7 +20,8 @@ from bench.support.step_timer import two_in_flight
 from bench.support.timing import Call
 from engine.batch import Batch, build_batch
 from engine.draws import SampleSpec
-from engine.graphs import CudaCapturer, DecodeGraphs
+from engine.graph_shapes import GraphLadder
+from engine.graphs import CudaCapturer, StepGraphs
 from engine.kv_cache import KvCache
 from engine.runner import Runner
 from engine.step import ScheduledSeq, Step
@@ -90,9 +91,10 @@ def _measure_all(model: LoadedModel, kv_cache: KvCache, kernels: Kernels) -> lis
     gc.freeze()  # as a worker does: a collection would walk all that other benches have left
     seqs = _scheduled(model.config.vocab_size)
     step = Step(tuple(seqs))
-    batch = build_batch(seqs, _BLOCK_SIZE, model.device)
-    graphs = DecodeGraphs(model.decoder, kv_cache.tensor, model.config.vocab_size, (_BATCH,), (_CONTEXT + _BLOCK_SIZE,))
+    ladder = GraphLadder((_BATCH,), (), 0, (_CONTEXT + _BLOCK_SIZE,))
+    graphs = StepGraphs(model.decoder, kv_cache.tensor, model.config.vocab_size, ladder)
     graphs.capture(CudaCapturer(model.device))
+    batch = build_batch(seqs, _BLOCK_SIZE, model.device, shape_of=graphs.shape_of)
     runner = Runner(model.decoder, kv_cache, kernels, graphs)
     return [
         measure_gap("launched one by one", lambda: _forward(model, kv_cache, batch)),

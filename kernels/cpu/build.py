@@ -11,7 +11,6 @@ import argparse
 import fcntl
 import hashlib
 import os
-import platform
 import shutil
 import subprocess
 import sys
@@ -21,7 +20,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 
-from kernels.cpu.tiers import TIERS, machine_tiers
+from kernels.cpu.tiers import MACHINE, TIERS, machine_tiers
 
 FOLDER = Path(__file__).resolve().parent
 """Where the libraries lie in an installed package; in a checkout, git ignores them."""
@@ -34,8 +33,8 @@ _COMPILERS = ("g++", "c++", "clang++")
 _FLAGS = (
     *("-std=c++17", "-O3", "-fPIC", "-fvisibility=hidden", "-fno-exceptions", "-fno-rtti"),
     *("-fno-math-errno", "-fno-trapping-math", "-ffp-contract=fast"),
-    # GCC 12 warns of its own intrinsics' undefined operands.
-    *("-Wall", "-Wextra", "-Wno-psabi", "-Wno-uninitialized", "-Wno-maybe-uninitialized"),
+    *("-Wall", "-Wextra", "-Wno-psabi", "-Wno-unknown-warning-option"),
+    *("-Wno-uninitialized", "-Wno-maybe-uninitialized"),  # GCC 12 warns of its own intrinsics' undefined operands
 )
 
 
@@ -88,7 +87,7 @@ def build_best(folder: Path | None = None) -> None:
 
 def source_hash() -> str:
     """Returns a hash of the sources and the architecture."""
-    digest = hashlib.sha256(platform.machine().encode())
+    digest = hashlib.sha256(MACHINE.encode())
     for path in sorted([*SOURCES.iterdir(), Path(__file__), Path(__file__).with_name("tiers.py")]):
         digest.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
     return digest.hexdigest()[:16]

@@ -12,10 +12,10 @@ from torch.nn import functional as F
 from kernels.cpu.library import Library
 from kernels.cpu.linear import MEMORY, NativeLinear, Product, check_outputs
 from kernels.gates import Gate
-from kernels.quantized import QuantForm, QuantizedWeight
+from kernels.quantized import HALF_BYTES, QuantForm, QuantizedWeight
 from kernels.spec import Dims
 
-_FORMS = {QuantForm.INT8: 16, QuantForm.INT4: 17, QuantForm.FP8: 18}
+_FORMS = {QuantForm.INT8: 16, QuantForm.INT4: 17, QuantForm.FP8: 18, QuantForm.FP4: 19}
 """Number of each form, as `product::QuantizedForm` numbers them."""
 _HALF_SCALES = 64
 _BLOCK = 16
@@ -28,8 +28,7 @@ _ZERO = 8
 
 def can_keep(weight: QuantizedWeight) -> bool:
     """Whether there are products for its groups and sizes."""
-    stretch = _SHORT_STRETCH if weight.form is QuantForm.INT8 else _STRETCH
-    return weight.group % stretch == 0
+    return weight.group % (_SHORT_STRETCH if weight.form in {QuantForm.INT8, QuantForm.FP4} else _STRETCH) == 0
 
 
 def open_quantized(
@@ -39,6 +38,8 @@ def open_quantized(
 
     Raises InternalError, by name, if `bias` or the rows do not fit.
     """
+    if weight.form is QuantForm.FP4 and weight.group % _STRETCH:
+        weight = weight.as_int8()
     gated, dims = gate is not None, Dims(out=weight.num_outputs)
     check_outputs(dims, bias, weight.dtype, torch.device("cpu"), is_gated=gated)
     offsets = weight.offsets
@@ -69,7 +70,7 @@ def _words(weight: QuantizedWeight) -> torch.Tensor:
     values = weight.values.contiguous().view(torch.uint8).view(rows, -1, 4)  # [out, words, 4]
     if weight.form is QuantForm.FP8:
         values = values[..., [0, 2, 1, 3]]
-    if weight.form is QuantForm.INT4:
+    if weight.form in HALF_BYTES:
         even, odd = values & 0x0F, values >> 4
         halves = torch.cat((even, odd), dim=2)  # [out, words, 8]: the inputs 0, 2, 4, 6, 1, 3, 5, 7
         values = halves[..., 0::2] | halves[..., 1::2] << 4  # [out, words, 4]

@@ -6,7 +6,7 @@ Knows nothing of torch or of compiled code, so that it works at install time.
 from __future__ import annotations
 
 import ctypes
-import platform
+import sysconfig
 from dataclasses import dataclass
 from functools import cache
 from itertools import takewhile
@@ -31,8 +31,12 @@ _X86 = {
     "avx512_bf16": Tier(_AVX512_BF16, frozenset({"avx512_bf16", "avx512_vnni"})),
     "amx": Tier((*_AVX512_BF16, "-mamx-tile", "-mamx-bf16"), frozenset({"amx_tile", "amx_bf16"})),
 }
-_ARM64 = {"baseline": Tier(), "neon_bf16": Tier(("-march=armv8.2-a+bf16",), frozenset({"bf16"}))}
-TIERS = {"x86_64": _X86, "aarch64": _ARM64}.get(platform.machine(), {"baseline": Tier()})
+_ARM64 = {"baseline": Tier(), "neon_bf16": Tier(("-mcpu=generic+lse+bf16",), frozenset({"bf16"}))}
+MACHINE = sysconfig.get_platform().rpartition("-")[2]
+"""The architecture that kernels are compiled for: this machine's, or what `_PYTHON_HOST_PLATFORM` says, by which Python
+itself and setuptools know that they build for another one.
+"""
+TIERS = {"x86_64": _X86, "aarch64": _ARM64}.get(MACHINE, {"baseline": Tier()})
 """Tiers of this architecture, lowest first; each has all instructions of the tiers before."""
 
 _SYS_ARCH_PRCTL, _ARCH_REQ_XCOMP_PERM, _XFEATURE_TILE_DATA = 158, 0x1023, 18
@@ -45,7 +49,7 @@ def machine_tiers() -> tuple[str, ...]:
 
     Linux gives AMX tiles to a process that asks. This asks, for all threads of the process.
     """
-    has = _arm64_features() if platform.machine() == "aarch64" else _x86_features(Path("/proc/cpuinfo"))
+    has = _arm64_features() if MACHINE == "aarch64" else _x86_features(Path("/proc/cpuinfo"))
     allowed = tuple(takewhile(lambda name: TIERS[name].features <= has, TIERS))
     return allowed if "amx" not in allowed or _may_use_amx() else allowed[:-1]
 

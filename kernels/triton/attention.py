@@ -30,11 +30,12 @@ class TritonAttention:
         metadata: AttentionMetadata,
         params: AttentionParams,
     ) -> torch.Tensor:
-        """See `AttentionBackend.attend`. Never synchronizes; a pure decode step can be captured in a graph."""
+        """See `AttentionBackend.attend`. Never synchronizes, so that it can be captured in a graph."""
         dims = check_attend(q, kv_layer, metadata, params)
         dims.check("k", k, ("T", "Hkv", "D"), q.dtype, q.device)
         dims.check("v", v, ("T", "Hkv", "D"), q.dtype, q.device)
-        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)  # [T, H, D]
+        make = torch.zeros if metadata.is_padded else torch.empty  # what nobody writes must not reach experts as NaN
+        out = make(q.shape, dtype=q.dtype, device=q.device)  # [T, H, D]
         if 1 in metadata.query_lens_host:
             decode(q, kv_layer, metadata, params, out)
         if metadata.max_query_len > 1:

@@ -14,9 +14,9 @@ import torch
 import triton
 
 from kernels.grouped import ExpertRows
-from kernels.quantized import QuantForm
+from kernels.quantized import HALF_BYTES
 from kernels.triton.configs import arch_of
-from kernels.triton.quantized import CODES, FORMS, VALUES, HeldWeight, TokenTile, constants, tiles_of, variant
+from kernels.triton.quantized import CODES, FORMS, HeldWeight, TokenTile, constants, tiles_of, types_of, variant
 from kernels.triton.quantized_kernels import quantized_linear_kernel
 from kernels.triton.variant import POINTERS, Variant, launch_options
 
@@ -68,11 +68,11 @@ def compile_variants(arch: int) -> Iterator[Variant]:
     """Each form in each tile."""
     for dtype in (torch.bfloat16, torch.float32):
         for form, group, has_offsets in FORMS:
-            pair = group if form is QuantForm.INT4 else 0
+            pair = group if form in HALF_BYTES else 0
             for sizes in (each for each in tiles_of(dtype, arch) if each.block_tokens in _TILE_TOKENS):
                 yield variant(
                     quantized_linear_kernel,
-                    {**dict.fromkeys(("x", "bias", "out"), POINTERS[dtype]), "values": VALUES[form], "ends": "*i32"},
+                    {**types_of(form, group, dtype), "ends": "*i32"},
                     {
                         "FORM": CODES[form],
                         "HAS_OFFSETS": has_offsets,

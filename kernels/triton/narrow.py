@@ -53,6 +53,38 @@ fma.rn.bf16x2 $1, b, factor, zero;
 makes up for it."""
 
 
+_FROM_FLOAT4: tl.constexpr = tl.constexpr("""
+{
+.reg .b32 x, y, a, b, c, d, s, factor, zero;
+prmt.b32 x, $4, 0, 0x4140;
+prmt.b32 y, $4, 0, 0x4342;
+mov.b32 factor, 0x7E807E80;
+mov.b32 zero, 0x80008000;
+shl.b32 a, x, 6;
+shl.b32 s, x, 12;
+and.b32 s, s, 0x80008000;
+lop3.b32 a, a, 0x01C001C0, s, 0xEA;
+shl.b32 b, y, 6;
+shl.b32 s, y, 12;
+and.b32 s, s, 0x80008000;
+lop3.b32 b, b, 0x01C001C0, s, 0xEA;
+shl.b32 c, x, 2;
+shl.b32 s, x, 8;
+and.b32 s, s, 0x80008000;
+lop3.b32 c, c, 0x01C001C0, s, 0xEA;
+shl.b32 d, y, 2;
+shl.b32 s, y, 8;
+and.b32 s, s, 0x80008000;
+lop3.b32 d, d, 0x01C001C0, s, 0xEA;
+fma.rn.bf16x2 $0, a, factor, zero;
+fma.rn.bf16x2 $1, b, factor, zero;
+fma.rn.bf16x2 $2, c, factor, zero;
+fma.rn.bf16x2 $3, d, factor, zero;
+}
+""")
+"""As for eight bits, with 2 ** 126, of the low halves of four bytes and of their high ones."""
+
+
 @triton.jit
 def from_int8(codes, dtype: tl.constexpr):
     """Widens int8 codes to `dtype`."""
@@ -77,3 +109,27 @@ def from_float8(codes, dtype: tl.constexpr):
     else:
         bits = (codes.to(tl.int32) << 20) & -2014314496
         return (bits.to(tl.float32, bitcast=True) * 1.329227995784916e36).to(dtype)
+
+
+@triton.jit
+def from_float4(codes, dtype: tl.constexpr):
+    """`(low, high)` halves of uint8, each e2m1."""
+    if _HAS_ASSEMBLY and dtype == tl.bfloat16:
+        return tl.inline_asm_elementwise(_FROM_FLOAT4, "=r,=r,=r,=r,r", [codes], (tl.bfloat16, tl.bfloat16), True, 4)
+    else:
+        return _from_float4(codes.to(tl.int32), dtype), _from_float4(codes.to(tl.int32) >> 4, dtype)
+
+
+@triton.jit
+def _from_float4(codes, dtype: tl.constexpr):
+    bits = (codes & 7) << 22 | (codes & 8) << 28
+    return (bits.to(tl.float32, bitcast=True) * 8.507059173023462e37).to(dtype)
+
+
+@triton.jit
+def from_exponent(codes):
+    """Powers of 2 as float32 from e8m0, or float32 as it is; the least of e8m0 becomes 0."""
+    if codes.dtype == tl.uint8:
+        return (codes.to(tl.int32) << 23).to(tl.float32, bitcast=True)
+    else:
+        return codes

@@ -12,16 +12,30 @@ from kernels.operations import LinearMap, Operations, PlainLinear, QkNorm, Rotat
 from kernels.quantized import QuantizedWeight, dequantized
 from kernels.triton.activation import silu_mul
 from kernels.triton.blocks import copy_blocks
+from kernels.triton.configs import arch_of
 from kernels.triton.grouped import GroupedLinear
 from kernels.triton.norm import add_rms_norm, rms_norm
 from kernels.triton.quantized import HeldWeight, QuantizedLinear, can_keep
 from kernels.triton.rotary import rotate_and_store
+from kernels.triton.rounding import FP8_ARCH, RoundingLinear, can_round
 
 
 class TritonOperations(Operations):
     """Implements `kernels.operations.Operations`; nothing synchronizes, so CUDA graphs can capture every call."""
 
     name = "triton"
+
+    def __init__(self, *, is_rounding: bool = False) -> None:
+        self._is_rounding = is_rounding
+
+    def rounding(self, device: torch.device) -> TritonOperations | None:
+        """See `Operations.rounding`; on a CPU for tests."""
+        has_products = device.type == "cpu" or arch_of(device) >= FP8_ARCH
+        return TritonOperations(is_rounding=True) if has_products else None
+
+    def rounds(self, weight: QuantizedWeight) -> bool:
+        """See `Operations.rounds`."""
+        return self._is_rounding and can_round(weight)
 
     def keeps(self, weight: QuantizedWeight) -> bool:
         """See `Operations.keeps`: all but groups of odd sizes."""
@@ -30,7 +44,8 @@ class TritonOperations(Operations):
     def linear(self, weight: torch.Tensor | QuantizedWeight, bias: torch.Tensor | None) -> LinearMap:
         """See `Operations.linear`; keeps a plain weight as it is, which is how cuBLAS reads it."""
         if isinstance(weight, QuantizedWeight) and can_keep(weight):
-            return QuantizedLinear(HeldWeight.of(weight), bias)
+            held = QuantizedLinear(HeldWeight.of(weight), bias)
+            return RoundingLinear(held) if self.rounds(weight) else held
         return PlainLinear(dequantized(weight), bias)
 
     groups_experts = True

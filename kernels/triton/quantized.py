@@ -4,9 +4,8 @@
                 scale[o, g] * (sum over i in g of x[t, i] * value[o, i]) + offset[o, g] * (sum over i in g of x[t, i])
 
 A program computes a tile of tokens and outputs, over all inputs or a share of them, which depends on the weight's sizes
-and on the tile, never on other tokens. Sums are float32, rounded once, after the bias. Activations are not rounded:
-`torch._scaled_mm`, the other way to multiply FP8, would take them in 8 bits. Long prompts multiply the weight
-dequantised, each element of it rounded once.
+and on the tile, never on other tokens. Sums are float32, rounded once, after the bias. Activations are not rounded
+(`kernels.triton.rounding` does so). Long prompts multiply the weight dequantised, each element of it rounded once.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from typing import Any, NamedTuple
 import torch
 import triton
 
-from kernels.quantized import QuantForm, QuantizedWeight, unpack_int4
+from kernels.quantized import HALF_BYTES, QuantForm, QuantizedWeight, unpack_int4
 from kernels.spec import Dims
 from kernels.triton.configs import arch_of, family_of
 from kernels.triton.quantized_kernels import (
@@ -31,7 +30,7 @@ from kernels.triton.quantized_kernels import (
 from kernels.triton.variant import POINTERS, Variant, launch_options
 
 _WIDTHS = (128, 64, 32, 16)
-"""Bytes of a row in a tile, and inputs of one product; INT4 has two."""
+"""Bytes of a row in a tile, and inputs of one product; forms of 4 bits have two."""
 _MOST_SPLITS = 8
 _LEAST_STEPS = 4
 """Tiles of inputs that a split has at least."""
@@ -41,20 +40,23 @@ _SUMMED = 128
 """Inputs that a program adds up at a time."""
 _ADDED = 1024
 """Elements that a program adds up over splits."""
-_MULTIPLIED_PLAIN = 256
+MULTIPLIED_PLAIN = 256
 """With more tokens than that, a weight is dequantised as a whole first: on an H200 both take as long at 256
 (bench/LOG.md)."""
 _DEQUANTIZED = 1024
 """Bytes of a row that a program dequantises."""
 _PAIRED_AT_ONCE = 1 << 24
 """Bytes."""
-VALUES = {QuantForm.INT8: "*i8", QuantForm.INT4: "*u8", QuantForm.FP8: "*i8"}
-CODES = {QuantForm.INT8: 0, QuantForm.INT4: 1, QuantForm.FP8: 2}
+_EXPONENT_BIAS = 127
+CODES = {QuantForm.INT8: 0, QuantForm.INT4: 1, QuantForm.FP8: 2, QuantForm.FP4: 3}
 """What the kernel calls a form."""
+_MXFP4_GROUP = 32
 
 
 def can_keep(weight: QuantizedWeight) -> bool:
     """Whether the kernel takes the sizes of `weight`."""
+    if weight.form is QuantForm.FP4:
+        return _pair(weight) % _WIDTHS[-1] == 0
     return weight.group % (32 if weight.form is QuantForm.INT4 else 16) == 0
 
 
@@ -77,14 +79,14 @@ _TILES = (
     TokenTile(16, 16, 64, 128, 2, 3, 512),
     TokenTile(32, 32, 64, 128, 2, 3, 512),
     TokenTile(64, 64, 64, 128, 4, 3, 256),
-    TokenTile(_MULTIPLIED_PLAIN, 128, 64, 64, 4, 3, 256),
+    TokenTile(MULTIPLIED_PLAIN, 128, 64, 64, 4, 3, 256),
 )
 """Tiles of products in 16 bits, as a sweep on an H100 found them (bench/LOG.md)."""
 _TILES_BY_WARP = (*_TILES[:-1], _TILES[-1]._replace(num_warps=8))
 """Where four warps do not multiply together, as they do on sm_90: their registers do not hold the largest tile."""
 _WIDE_TILES = (
     TokenTile(16, 16, 64, 16, 4, 3, 1024),
-    TokenTile(_MULTIPLIED_PLAIN, 32, 64, 16, 4, 3, 0),
+    TokenTile(MULTIPLIED_PLAIN, 32, 64, 16, 4, 3, 0),
 )
 """Tiles of products in float32, which need more registers."""
 
@@ -94,26 +96,28 @@ class HeldWeight:
     """A weight as the kernels read it; `can_keep` has said yes."""
 
     values: torch.Tensor
-    """`[out, in]`, FP8 as int8, as not every device that Triton compiles for has the type; INT4 as of `_paired`."""
+    """`[out, in]`, FP8 as int8, as not every device that Triton compiles for has the type; 4 bits as of `_paired`."""
     scales: torch.Tensor
+    """float32, or uint8 that are exponents (e8m0) where those of FP4 are powers of 2."""
     offsets: torch.Tensor | None
     """None if there are none; of INT4 besides the 8 that kernels take from each value."""
     form: QuantForm
     num_inputs: int
     group: int
     pair: int
-    """Inputs from the one in the low half of a byte of INT4 to that in the high half; other forms do not ask."""
+    """Inputs from the one in the low half of a byte to that in the high half; 0 of forms of 8 bits."""
     dtype: torch.dtype
 
     @classmethod
     def of(cls, weight: QuantizedWeight) -> HeldWeight:
         """For a weight that `can_keep` takes."""
-        values, offsets, pair = weight.values.view(torch.int8), weight.offsets, 0
+        scales, offsets, pair = weight.scales, weight.offsets, _pair(weight) if weight.form in HALF_BYTES else 0
+        values = _paired(weight.values, pair) if pair else weight.values.view(torch.int8)
         if weight.form is QuantForm.INT4:
-            pair = _pair(weight)
-            values = _paired(weight.values, pair)
-            offsets = None if weight.is_symmetric else 8 * weight.scales + (0 if offsets is None else offsets)
-        return cls(values, weight.scales, offsets, weight.form, weight.num_inputs, weight.group, pair, weight.dtype)
+            offsets = None if weight.is_symmetric else 8 * scales + (0 if offsets is None else offsets)
+        if weight.form is QuantForm.FP4:
+            scales = _exponents(scales)
+        return cls(values, scales, offsets, weight.form, weight.num_inputs, weight.group, pair, weight.dtype)
 
     def check(self, x: torch.Tensor) -> None:
         """Raises InternalError, by name, if `x` is not `[T, in]` of the weight's dtype, on its device."""
@@ -127,7 +131,7 @@ class HeldWeight:
         """`[T, in / group]` float32, what offsets are multiplied with; scales stand for it where there are none."""
         if self.offsets is None:
             return self.scales
-        sums = self.scales.new_empty(len(x), self.scales.shape[1])
+        sums = torch.empty(len(x), self.scales.shape[1], device=x.device)
         sizes = x.stride(0), self.scales.shape[1], self.group
         sum_groups_kernel[tuple(sums.shape)](x, sums, *sizes, BLOCK=_SUMMED, **launch_options(1))
         return sums
@@ -156,7 +160,7 @@ class QuantizedLinear:
         out = torch.empty(len(x), num_outputs, dtype=x.dtype, device=x.device)
         if not out.numel():
             return out
-        if len(x) > _MULTIPLIED_PLAIN:
+        if len(x) > MULTIPLIED_PLAIN:
             return torch.nn.functional.linear(x, self._dequantized(), self.bias)
         sizes = next(each for each in tiles_of(x.dtype, arch_of(x.device)) if len(x) <= each.most_tokens)
         tile = constants(sizes, weight.form, weight.group, weight.num_inputs, weight.pair)
@@ -205,7 +209,7 @@ def _pair(weight: QuantizedWeight) -> int:
 
 
 def _paired(values: torch.Tensor, pair: int) -> torch.Tensor:
-    """INT4 values `[out, in / 2]` with inputs i and i + `pair` in a byte instead of i and i + 1.
+    """Values of 4 bits `[out, in / 2]` with inputs i and i + `pair` in a byte instead of i and i + 1.
 
     So those in the low halves of a few bytes meet activations that lie one after the other.
     """
@@ -217,6 +221,14 @@ def _paired(values: torch.Tensor, pair: int) -> torch.Tensor:
     return paired
 
 
+def _exponents(scales: torch.Tensor) -> torch.Tensor:
+    """Scales as e8m0 where they are powers of 2, of which the least, 2 ** -127, counts as 0; else as they are."""
+    mantissas, exponents = torch.frexp(scales)
+    codes = exponents + (_EXPONENT_BIAS - 1)
+    is_exact = (mantissas == 0.5).all() and codes.min() >= 0
+    return codes.to(torch.uint8) if is_exact else scales
+
+
 def tiles_of(dtype: torch.dtype, arch: int) -> tuple[TokenTile, ...]:
     """Tiles of products, by the most tokens that each is for."""
     if dtype is torch.float32:
@@ -226,7 +238,7 @@ def tiles_of(dtype: torch.dtype, arch: int) -> tuple[TokenTile, ...]:
 
 def constants(sizes: TokenTile, form: QuantForm, group: int, num_inputs: int, pair: int) -> dict[str, int | bool]:
     """Compile-time arguments that say how a product is cut."""
-    run = pair if form is QuantForm.INT4 else group
+    run = pair or group
     return {
         "GROUP": 0 if group == num_inputs else group,
         "BLOCK_TOKENS": sizes.block_tokens,
@@ -250,17 +262,29 @@ FORMS = (
     (QuantForm.INT4, 32, False),
     (QuantForm.FP8, 4096, False),
     (QuantForm.FP8, 128, False),
+    (QuantForm.FP4, 32, False),
+    (QuantForm.FP4, 16, False),
 )
 """Form, group and whether there are offsets: what is built ahead of time."""
+
+
+def types_of(form: QuantForm, group: int, dtype: torch.dtype) -> dict[str, str]:
+    """Types of arguments by name, for activations of `dtype`; FP4 by 32 has exponents for scales, as MXFP4."""
+    tables = "*u8" if form is QuantForm.FP4 and group == _MXFP4_GROUP else "*fp32"
+    return {
+        **dict.fromkeys(("x", "bias", "out"), POINTERS[dtype]),
+        **dict.fromkeys(("sums", "scales", "offsets", "ends"), tables),
+        "values": "*u8" if form in HALF_BYTES else "*i8",
+    }
 
 
 def compile_variants(arch: int) -> Iterator[Variant]:
     """Each form in each tile."""
     for dtype in (torch.bfloat16, torch.float32):
         for form, group, has_offsets in FORMS:
-            pair = group if form is QuantForm.INT4 else 0
+            pair = group if form in HALF_BYTES else 0
             flags = {"FORM": CODES[form], "HAS_OFFSETS": has_offsets, "PAIR": pair}
-            types = {**dict.fromkeys(("x", "bias", "out"), POINTERS[dtype]), "values": VALUES[form]}
+            types = types_of(form, group, dtype)
             label = f"{POINTERS[dtype][1:]} {form} by {group}"
             for sizes in tiles_of(dtype, arch):
                 constexprs = {**flags, **constants(sizes, form, group, 4096, pair), "EXPERTS": 0}
@@ -269,7 +293,7 @@ def compile_variants(arch: int) -> Iterator[Variant]:
                     is_whole = parts == POINTERS[dtype]
                     yield variant(
                         quantized_linear_kernel,
-                        {**types, "out": parts, "ends": "*fp32"},
+                        {**types, "out": parts},
                         {**constexprs, "HAS_BIAS": is_whole},
                         (sizes.num_warps, sizes.num_stages),
                         name if is_whole else f"{name} shared",
@@ -278,7 +302,11 @@ def compile_variants(arch: int) -> Iterator[Variant]:
                 dequantize_kernel, types, {**flags, "BLOCK": _DEQUANTIZED}, (_WHOLE_WARPS, 1), f"{label} plain"
             )
         yield variant(
-            sum_groups_kernel, {"x": POINTERS[dtype]}, {"BLOCK": _SUMMED}, (1, 1), f"{POINTERS[dtype][1:]} group sums"
+            sum_groups_kernel,
+            {"x": POINTERS[dtype], "sums": "*fp32"},
+            {"BLOCK": _SUMMED},
+            (1, 1),
+            f"{POINTERS[dtype][1:]} group sums",
         )
         yield Variant(
             kernel=add_splits_kernel,
@@ -296,7 +324,7 @@ def variant(
     """A compilation for usual sizes; `options`: warps and stages."""
     return Variant(
         kernel=kernel,
-        signature={**types, **dict.fromkeys(("sums", "scales", "offsets"), "*fp32")},
+        signature=types,
         constexprs=constexprs,
         num_warps=options[0],
         num_stages=options[1],

@@ -5,12 +5,12 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from kernels.triton.narrow import from_float8, from_int4, from_int8
+from kernels.triton.narrow import from_exponent, from_float4, from_float8, from_int4, from_int8
 
 
 @triton.jit
 def _first_input(byte, PAIR: tl.constexpr):
-    """The input in the low half of a byte of INT4."""
+    """The input in the low half of a byte of 4-bit values."""
     return byte + byte // PAIR * PAIR
 
 
@@ -33,7 +33,7 @@ def _multiplied(
 @triton.jit
 def _scaled(total, sums_at, has_sum, scale_at, offset_at, has_output, HAS_OFFSETS: tl.constexpr):
     """What a sum of products means, once its scale and offset are known."""
-    total *= tl.load(scale_at, mask=has_output, other=0.0)[:, None]
+    total *= from_exponent(tl.load(scale_at, mask=has_output, other=0))[:, None]
     if HAS_OFFSETS:
         sums = tl.load(sums_at, mask=has_sum, other=0.0)
         total += tl.load(offset_at, mask=has_output, other=0.0)[:, None] * sums[None, :]
@@ -91,8 +91,8 @@ def quantized_linear_kernel(
     begin = split * split_bytes
     for byte in range(begin, tl.minimum(begin + split_bytes, row_bytes), WIDTH):
         codes = tl.load(value_at + byte, mask=has_output[:, None], other=0)
-        if FORM == 1:
-            low, high = from_int4(codes, dtype)
+        if PAIR:
+            low, high = from_float4(codes, dtype) if FORM == 3 else from_int4(codes, dtype)
             first = _first_input(byte, PAIR)
             total = _multiplied(
                 total, low, x_at, first, has_token, sums_at, scale_at, offset_at, has_output, GROUP, HAS_OFFSETS
@@ -151,9 +151,9 @@ def dequantize_kernel(
     there = byte < row_bytes
     codes = tl.load(values + output * row_bytes + byte, mask=there, other=0)
     scale_at, offset_at = scales + output * num_groups, offsets + output * num_groups
-    if FORM == 1:
+    if PAIR:
         out_at = out + output * row_bytes * 2
-        low, high = from_int4(codes, tl.float32)
+        low, high = from_float4(codes, tl.float32) if FORM == 3 else from_int4(codes, tl.float32)
         first = _first_input(byte, PAIR)
         _store_meant(low, first, there, scale_at, offset_at, group, out_at, HAS_OFFSETS)
         _store_meant(high, first + PAIR, there, scale_at, offset_at, group, out_at, HAS_OFFSETS)
@@ -165,7 +165,7 @@ def dequantize_kernel(
 @triton.jit
 def _store_meant(wide, inputs, there, scale_at, offset_at, group, out_at, HAS_OFFSETS: tl.constexpr):
     """Writes the dequantised values of a row."""
-    wide *= tl.load(scale_at + inputs // group, mask=there, other=0.0)
+    wide *= from_exponent(tl.load(scale_at + inputs // group, mask=there, other=0))
     if HAS_OFFSETS:
         wide += tl.load(offset_at + inputs // group, mask=there, other=0.0)
     tl.store(out_at + inputs, wide.to(out_at.dtype.element_ty), mask=there)

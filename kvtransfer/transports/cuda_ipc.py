@@ -42,7 +42,8 @@ from tandem.types import BlockId
 
 NAME = "cuda_ipc"
 _MAX_ALLOCATION_BYTES = 1 << 48
-_SLICE = " MIG "
+SLICE = " MIG "
+"""In the name of a slice of a GPU."""
 
 
 @cache
@@ -97,7 +98,7 @@ class CudaIpcTransport:
     def _cannot_share(self, device: int) -> str | None:
         try:
             driver = self._driver()
-            if _SLICE in driver.device_name(device):
+            if SLICE in driver.device_name(device):
                 return f"cuda:{device} is a slice of a GPU (MIG), which other processes cannot reach"
             if not driver.can_share_memory(device):
                 return f"cuda:{device} has no memory that can be exported"
@@ -109,7 +110,7 @@ class CudaIpcTransport:
         """Why `device` does not reach memory on the GPU of that UUID; None = it does."""
         try:
             driver = self._driver()
-            if _SLICE in driver.device_name(device):
+            if SLICE in driver.device_name(device):
                 return "this side's GPU is a slice (MIG)"
             peer = next((i for i in range(driver.device_count()) if driver.device_uuid(i) == gpu), None)
             if peer is None:

@@ -31,7 +31,7 @@ from kvtransfer.pool import Pool
 from kvtransfer.ring import Loan
 from kvtransfer.transport import Acceptor, Fields, ListenOptions, SendingLane, TransportStatus
 from kvtransfer.transports import tcp
-from kvtransfer.transports.cuda_ipc import system_driver
+from kvtransfer.transports.cuda_ipc import SLICE, system_driver
 from kvtransfer.transports.same_host import boot_id
 from shell.thread_work import to_the_end
 from tandem.errors import ConfigError, FrameError, TransferError
@@ -71,7 +71,8 @@ class NcclTransport:
         if device.type != "cuda":
             return TransportStatus(NAME, False, f"pools on {device.type} are not on a GPU")
         try:
-            self._driver()
+            if SLICE in self._driver().device_name(device.index or 0):
+                return TransportStatus(NAME, False, f"{device} is a slice of a GPU (MIG), which NCCL does not connect")
             version = self._library().version
         except (CudaError, NcclError) as error:
             return TransportStatus(NAME, False, str(error))

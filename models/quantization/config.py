@@ -9,6 +9,7 @@ from models.config_json import ConfigJson
 from models.quantization.gptq import AwqScheme, GptqScheme
 from models.quantization.methods import REMEDY, SECTIONS
 from models.quantization.mxfp4 import Mxfp4Scheme
+from models.quantization.nvfp4 import Nvfp4Scheme
 from models.quantization.scaled import ScaledScheme
 from models.quantization.scheme import Scheme
 
@@ -17,7 +18,8 @@ _FORMATS = (
     *("dense", "int-quantized", "float-quantized", "naive-quantized", "pack-quantized"),
     "mixed-precision",
 )
-"""Formats of compressed-tensors that are read."""
+"""Formats of compressed-tensors that are read, besides the next one, which must be the only one."""
+_NVFP4 = "nvfp4-pack-quantized"
 _TORCHAO = (
     *("Int8WeightOnlyConfig", "Int8DynamicActivationInt8WeightConfig", "IntxWeightOnlyConfig"),
     *("Float8WeightOnlyConfig", "Float8DynamicActivationFloat8WeightConfig"),
@@ -83,6 +85,10 @@ def _read_fp8(section: ConfigJson) -> Quantization:
 
 def _read_compressed(section: ConfigJson) -> Quantization:
     groups = section.section("config_groups").sections()
+    rounds_activations = any(group.has("input_activations") for group in groups)
+    if {each.text("format", _NVFP4) for each in (section, *groups)} == {_NVFP4}:
+        packed = Nvfp4Scheme("weight_packed", "weight_global_scale", divides=True)
+        return Quantization("compressed-tensors", packed, rounds_activations)
     for each in (section, *groups):
         written = each.text("format", "dense")
         if written not in _FORMATS:
@@ -102,7 +108,18 @@ def _read_compressed(section: ConfigJson) -> Quantization:
         raise section.error("config_groups", f"blocks {sorted(blocks)} are not one pair of positive integers")
     block = next(((block[0], block[1]) for block in blocks), None)
     scheme = ScaledScheme(bits=tuple(sorted(bits)), groups=tuple(sorted(sizes - {_PER_OUTPUT})), block=block)
-    return Quantization("compressed-tensors", scheme, any(group.has("input_activations") for group in groups))
+    return Quantization("compressed-tensors", scheme, rounds_activations)
+
+
+def _read_modelopt(section: ConfigJson) -> Quantization:
+    schemes: dict[str, Scheme] = {
+        "FP8": ScaledScheme(),
+        "NVFP4": Nvfp4Scheme("weight", "weight_scale_2", divides=False),
+    }
+    algorithm = section.text("quant_algo", "")
+    if algorithm not in schemes:
+        raise section.error("quant_algo", f"{algorithm!r} is not read ({', '.join(schemes)}): {REMEDY}")
+    return Quantization("modelopt", schemes[algorithm], rounds_activations=True)
 
 
 def _read_torchao(section: ConfigJson) -> Quantization:
@@ -145,5 +162,6 @@ _READERS: dict[str, Callable[[ConfigJson], Quantization]] = {
     "fbgemm_fp8": _read_fp8,
     "compressed-tensors": _read_compressed,
     "torchao": _read_torchao,
+    "modelopt": _read_modelopt,
     "mxfp4": _read_mxfp4,
 }

@@ -216,6 +216,14 @@ PREFIX_CACHE_FAILED = _worker(
     labels={"tier": ("disk",)},
 )
 ENGINE_STEPS = _worker("tandem_engine_steps_total", "Steps that the engine has made.")
+CUDA_GRAPHS = _worker(
+    "tandem_cuda_graphs",
+    "Shapes of steps that have a CUDA graph, and shapes that were refused one at start; nothing on a CPU.",
+    labels={"state": ("captured", "refused")},
+)
+CUDA_GRAPH_STEPS = _worker(
+    "tandem_cuda_graph_steps_total", "Steps that ran as a CUDA graph; the others were launched kernel by kernel."
+)
 STEP_SECONDS = _worker(
     "tandem_step_seconds",
     "Duration of one engine step; mixed = prompts and decoding sequences in one batch.",

@@ -6,12 +6,15 @@ tandem-serving-client: stubs and client, with grpcio and protobuf alone. tandem-
 from __future__ import annotations
 
 import os
+import platform
 import re
 import shutil
 import subprocess
 import sys
 import venv
 import zipfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from email.message import Message
 from email.parser import Parser
@@ -21,6 +24,9 @@ from pathlib import Path
 import pytest
 
 import tandem
+from bench.support.cluster import Cluster
+from kernels.cpu.tiers import machine_tiers
+from tandem.client import Client
 
 ROOT = Path(__file__).parents[2]
 TIMEOUT_S = 100.0
@@ -91,11 +97,31 @@ class Environment:
         assert done.returncode == 0, done.stderr
         return done.stdout
 
+    @contextmanager
+    def serving(self) -> Iterator[str]:
+        """Its server on the demo model, by address; what it logs lies in `log`."""
+        command = [str(self.bin / "tandem"), "serve", "--model", "demo", "--listen", "127.0.0.1:0"]
+        with (
+            (self.folder / "log").open("w") as log,
+            subprocess.Popen(
+                command, cwd=self.folder, env=self.variables, stdout=subprocess.PIPE, stderr=log, text=True
+            ) as serving,
+        ):
+            try:
+                assert serving.stdout is not None
+                word, target = serving.stdout.readline().split()
+                assert word == "ready"
+                yield target
+                serving.terminate()
+                assert serving.wait(TIMEOUT_S) == 0
+            finally:
+                serving.kill()
 
-def pip(*arguments: str, **variables: str) -> None:
+
+def pip(*arguments: str, timeout_s: float = TIMEOUT_S, **variables: str) -> None:
     command = [sys.executable, "-m", "pip", "--disable-pip-version-check", *arguments]
     done = subprocess.run(
-        command, env={**os.environ, **variables}, capture_output=True, text=True, timeout=TIMEOUT_S, check=False
+        command, env={**os.environ, **variables}, capture_output=True, text=True, timeout=timeout_s, check=False
     )
     assert done.returncode == 0, done.stdout + done.stderr
 
@@ -232,23 +258,48 @@ def test_an_installed_client_calls_an_installed_server(
     )
     assert all(Path(path).is_relative_to(server_environment.folder) for path in where.split())
 
-    command = [str(server_environment.bin / "tandem"), "serve", "--model", "demo", "--listen", "127.0.0.1:0"]
-    with subprocess.Popen(
-        command,
-        cwd=server_environment.folder,
-        env=server_environment.variables,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-        text=True,
-    ) as serving:
-        try:
-            assert serving.stdout is not None
-            word, target = serving.stdout.readline().split()
-            assert word == "ready"
-            told = client_environment.run("python", "-c", CALL, target)
-            serving.terminate()
-            assert serving.wait(TIMEOUT_S) == 0
-        finally:
-            serving.kill()
-
+    with server_environment.serving() as target:
+        told = client_environment.run("python", "-c", CALL, target)
     assert told.split() == ["True", "4", "3", "sampling.temperature", "2"]
+
+
+DIST = ROOT / "dist"
+"""What `make wheels` builds."""
+BUILT_TIERS = {
+    "aarch64": {"common", "baseline", "neon_bf16"},
+    "x86_64": {"common", "baseline", "avx2", "avx512", "avx512_bf16", "amx"},
+}
+
+
+@pytest.mark.wheels
+@pytest.mark.parametrize("machine", BUILT_TIERS)
+def test_a_built_wheel_holds_the_kernels_of_every_tier_for_every_python_and_old_systems(machine: str) -> None:
+    (wheel,) = (Wheel(path) for path in DIST.glob(f"*_{machine}.whl"))
+    assert set(re.findall(r"/_native-(\w+)-\w+\.so", "\n".join(wheel.files))) == BUILT_TIERS[machine]
+    _, version, *python, platforms = wheel.path.stem.split("-")
+    assert (version, python) == (tandem.__version__, ["py3", "none"])
+    assert f"manylinux_2_17_{machine}" in platforms.split(".")
+
+
+@pytest.mark.wheels
+@pytest.mark.timeout(900)  # torch and all else is installed from the network
+def test_built_wheels_serve_by_their_own_kernels_where_there_is_no_compiler(
+    tmp_path: Path, demo_cluster: Cluster
+) -> None:
+    environment = Environment(tmp_path / "bare")
+    environment.variables["PATH"] = str(environment.bin)
+    wheels = [*DIST.glob("*-none-any.whl"), *DIST.glob(f"*_{platform.machine()}.whl")]
+    native = [f"{wheel}[native]" if "client" not in wheel.name else str(wheel) for wheel in wheels]
+    constraints = ("--constraint", str(ROOT / "constraints.txt"))
+    flags = ("--quiet", "--no-compile", "--only-binary=:all:", *constraints)
+    pip(f"--python={environment.bin / 'python'}", "install", *flags, *native, timeout_s=800, **environment.variables)
+    kernels = set((environment.packages / "kernels/cpu").glob("_native*"))
+
+    with environment.serving() as target:
+        asked = [Client(each) for each in (target, demo_cluster.target)]
+        answers = [each.complete("Once upon a time", max_tokens=40, temperature=0.0).choices[0] for each in asked]
+        for each in asked:
+            each.close()
+    assert answers[0].token_ids == answers[1].token_ids
+    assert f"cpu-{machine_tiers()[-1]}" in (environment.folder / "log").read_text()
+    assert set((environment.packages / "kernels/cpu").glob("_native*")) == kernels

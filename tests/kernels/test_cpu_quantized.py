@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from kernels.cpu.operations import CpuOperations
-from kernels.quantized import QuantForm, QuantizedWeight, pack_int4
+from kernels.quantized import HALF_BYTES, QuantForm, QuantizedWeight, pack_int4
 from tandem.errors import InternalError
 from tests.kernels.operations_oracle import TOLERANCES, gate_mul
 from tests.kernels.oracle import named
@@ -29,6 +29,10 @@ _CASES = [
     (QuantForm.FP8, (33, 576), 576, False, False),
     (QuantForm.FP8, (70, 384), 128, False, True),
     (QuantForm.FP8, (2, 32), 32, True, False),
+    (QuantForm.FP4, (33, 576), 32, False, True),
+    (QuantForm.FP4, (70, 384), 128, False, False),
+    (QuantForm.FP4, (18, 64), 64, True, False),
+    (QuantForm.FP4, (17, 80), 16, False, True),
 ]
 _IDS = [f"{form}-{'x'.join(map(str, shape))}-{group}" for form, shape, group, *_ in _CASES]
 
@@ -43,7 +47,7 @@ def operations(request, sets):
     return sets[request.param]
 
 
-_LARGEST = {QuantForm.FP8: 100, QuantForm.INT8: 128, QuantForm.INT4: 8}
+_LARGEST = {QuantForm.FP8: 100, QuantForm.INT8: 128, QuantForm.INT4: 8, QuantForm.FP4: 6}
 
 
 def _values(form, shape, generator):
@@ -65,7 +69,7 @@ def _weight(form, shape, group, *, has_offsets, is_half, dtype, seed=0):
     offsets = -8 * scales if form is QuantForm.INT4 else None
     if has_offsets:
         offsets = (offsets if offsets is not None else 0) + torch.randn(scales.shape, generator=generator) * scales
-    return QuantizedWeight(form, pack_int4(values) if form is QuantForm.INT4 else values, scales, offsets, dtype)
+    return QuantizedWeight(form, pack_int4(values) if form in HALF_BYTES else values, scales, offsets, dtype)
 
 
 def _normal(*shape, dtype, seed=1):
@@ -127,7 +131,7 @@ def test_a_gated_map_is_exact_for_any_number_of_tokens(sets, form, shape, group,
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("form", QuantForm)
 def test_every_value_of_a_form_is_exact(sets, form, dtype):
-    if form is QuantForm.INT4:
+    if form in HALF_BYTES:
         values = pack_int4(torch.arange(16, dtype=torch.uint8).repeat(32, 2))
     else:
         codes = torch.arange(256, dtype=torch.uint8)
@@ -175,7 +179,7 @@ def test_of_a_sum_that_is_zero_the_same_rounding_is_left_in_any_batch(sets, form
     values = torch.cat([half, half[:, order]], dim=1)
     scales = torch.full((40, 576 // 32), 2.0**-exponent)
     offsets = -8 * scales if form is QuantForm.INT4 else None
-    values = pack_int4(values) if form is QuantForm.INT4 else values
+    values = pack_int4(values) if form in HALF_BYTES else values
     weight = QuantizedWeight(form, values, scales, offsets, torch.bfloat16)
     x = _normal(70, 288, dtype=torch.bfloat16) * 2.0 ** torch.randint(
         exponent - 9, exponent + 9, (70, 288), generator=generator

@@ -15,7 +15,7 @@ BF16 = f"{AVX512} avx512_bf16 avx512_vnni"
 def runs(monkeypatch, tmp_path):
     """The tiers of an x86 processor with some features."""
     monkeypatch.setattr(tiers, "TIERS", tiers._X86)
-    monkeypatch.setattr(tiers.platform, "machine", lambda: "x86_64")
+    monkeypatch.setattr(tiers, "MACHINE", "x86_64")
 
     def runs(features: str, gives_tiles: bool = True) -> tuple[str, ...]:
         cpuinfo = tmp_path / "cpuinfo"

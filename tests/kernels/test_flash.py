@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import sys
+from dataclasses import replace
 from types import ModuleType
 
 import pytest
@@ -157,6 +158,13 @@ def test_a_step_with_streams_goes_elsewhere_as_a_whole(kind):
     library, other = FakeFlash3(), Noting()
     Case(LENS[kind], 256).check(FlashAttention(Flash3(library), other))
     assert (library.calls, other.batches) == ([], [len(LENS[kind])])
+
+
+def test_a_captured_step_goes_elsewhere_whatever_its_lengths_are():
+    library, other, case = FakeFlash3(), Noting(), Case(LENS["fresh prompts"], 256)
+    case.metadata = replace(case.metadata, is_padded=True)
+    case.check(FlashAttention(Flash3(library), other))
+    assert (library.calls, other.batches) == ([], [len(LENS["fresh prompts"])])
 
 
 def test_heads_that_flash_attn_would_pad_or_refuse_go_elsewhere():

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from kernels.quantized import (
+    HALF_BYTES,
     INT4_GROUP,
     QuantForm,
     QuantizedWeight,
@@ -17,13 +18,13 @@ from kernels.quantized import (
 )
 from tandem.errors import InternalError
 
-ERRORS = {QuantForm.INT8: 0.009, QuantForm.FP8: 0.03, QuantForm.INT4: 0.09}
+ERRORS = {QuantForm.INT8: 0.009, QuantForm.FP8: 0.03, QuantForm.INT4: 0.09, QuantForm.FP4: 0.13}
 """Root mean square error that rounding normal weights may have."""
 
 
 def make(form: QuantForm, num_outputs: int, num_inputs: int, group: int, *, offsets: bool, seed: int = 0):
     generator = torch.Generator().manual_seed(seed)
-    if form is QuantForm.INT4:
+    if form in HALF_BYTES:
         values = pack_int4(torch.randint(0, 16, (num_outputs, num_inputs), generator=generator, dtype=torch.uint8))
     elif form is QuantForm.INT8:
         values = torch.randint(-128, 128, (num_outputs, num_inputs), generator=generator, dtype=torch.int8)
@@ -40,7 +41,10 @@ def make(form: QuantForm, num_outputs: int, num_inputs: int, group: int, *, offs
 @pytest.mark.parametrize("offsets", [False, True])
 def test_a_weight_is_scale_times_value_plus_offset(form, offsets):
     weight = make(form, 5, 96, 32, offsets=offsets)
-    values = unpack_int4(weight.values) if form is QuantForm.INT4 else weight.values
+    values = unpack_int4(weight.values) if form in HALF_BYTES else weight.values
+    if form is QuantForm.FP4:
+        magnitudes = torch.tensor((0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0))
+        values = torch.cat((magnitudes, -magnitudes))[values.long()]
     expected = torch.empty(5, 96, dtype=torch.float64)
     for output in range(5):
         for position in range(96):
@@ -64,7 +68,7 @@ def test_rounding_a_plain_weight_errs_little(form):
     weight = quantize(plain.to(torch.bfloat16), form)
     assert weight.dtype is torch.bfloat16
     assert weight.is_symmetric
-    assert weight.group == (INT4_GROUP if form is QuantForm.INT4 else 512)
+    assert weight.group == (INT4_GROUP if form in HALF_BYTES else 512)
     assert (weight.dequantize(torch.float32) - plain).pow(2).mean().sqrt() < ERRORS[form]
 
 
@@ -84,6 +88,8 @@ def test_int4_of_a_width_that_its_group_does_not_divide_takes_a_smaller_one():
     [
         [(QuantForm.INT8, 64, False), (QuantForm.INT8, 64, False)],
         [(QuantForm.FP8, 64, False), (QuantForm.FP8, 64, False)],
+        [(QuantForm.FP4, 32, False), (QuantForm.FP4, 32, False)],
+        [(QuantForm.FP4, 32, False), (QuantForm.INT4, 64, True)],
         [(QuantForm.INT4, 32, True), (QuantForm.INT8, 16, False), (QuantForm.INT4, 64, False)],
     ],
 )

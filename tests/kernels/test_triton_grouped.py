@@ -21,6 +21,8 @@ FORMS = [
     (QuantForm.INT8, 16, True),
     (QuantForm.INT4, 32, True),
     (QuantForm.FP8, 64, False),
+    (QuantForm.FP4, 32, False),
+    (QuantForm.FP4, 16, False),
 ]
 
 

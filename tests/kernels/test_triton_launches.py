@@ -11,13 +11,14 @@ import torch
 
 from bench.support.tiny_models import TINY_MODELS, save_tiny_model
 from engine.draws import SampleSpec
+from engine.graph_shapes import GraphLadder
+from engine.graphs import StepGraphs
 from engine.kv_cache import KvCache
 from engine.runner import Runner
 from engine.step import BlockCopy, ScheduledSeq, Step
 from engine.warm_up import StepSizes, warm_up
 from kernels import triton
 from kernels.quantized import QuantForm
-from kernels.step_inputs import GraphRows
 from models.loading import load_model
 from tandem.kv_layout import QuantDType
 from tandem.types import BlockId, SamplingParams, TokenId
@@ -31,12 +32,13 @@ from triton import knobs
 from kernels.triton.attention import TritonAttention
 from kernels.triton.compilations import warn_from_now_on
 from kernels.triton.decode import MIN_SPLIT
-from kernels.triton.step_inputs import load_rows
 from tests.kernels.recorded_launches import OPTIONS, recorded
+from tests.replays import CallAgain
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's on infinities, in the interpreter
 BLOCK_SIZE, NUM_BLOCKS = 16, 48
 SIZES = StepSizes(chunk_tokens=2 * MIN_SPLIT, max_seqs=5, context_tokens=3 * MIN_SPLIT)
+LADDER = GraphLadder.of(SIZES.max_seqs, SIZES.chunk_tokens, SIZES.max_seqs, SIZES.context_tokens)
 DRAWS = ({"temperature": 0.0}, {"temperature": 1.0}, {"temperature": 0.5, "top_k": 3, "top_p": 0.5, "min_p": 0.1})
 
 
@@ -79,12 +81,16 @@ def test_serving_launches_what_the_warm_up_has_compiled(device, name, weights, k
     model = load_model(save_tiny_model(tiny, tmp_path), dtype, device, kernels, weights)
     layout = model.kv_layout(BLOCK_SIZE, kv_dtype)
     with recorded() as warm:
-        warm_up(model, kernels, layout, SIZES)
+        warm_up(model, kernels, layout, SIZES, LADDER)
     cache = KvCache.create(layout, NUM_BLOCKS, device)
     cache.blocks_view.zero_()
     with recorded() as served:
+        graphs = StepGraphs(model.decoder, cache.tensor, model.config.vocab_size, LADDER)
+        graphs.capture(CallAgain())
         for step in served_steps(random.Random(0)):
             Runner(model.decoder, cache, kernels).run(step)
+            Runner(model.decoder, cache, kernels, graphs).run(step)
+    assert graphs.num_captured == len(LADDER.shapes)
     cache.close()
     assert {launch.kernel for launch in served} >= {"decode_kernel", "merge_kernel", "prefill_kernel", "_copy_words"}
     assert not served - warm
@@ -115,18 +121,6 @@ def test_slices_of_index_tensors_are_compiled_for_like_whole_ones():
     with recorded() as sliced:
         case.attend(TritonAttention())
     assert sliced == whole
-
-
-def test_loading_a_step_launches_what_loading_an_empty_one_has_compiled():
-    rows = GraphRows.empty(8, 20, torch.device("cpu"))
-    token_ids, seq_lens, tables = torch.zeros(9, dtype=torch.int64), torch.ones(9, dtype=torch.int32), torch.zeros(9, 9)
-    launches = []
-    for seqs in (slice(0, 0), slice(0, 1), slice(1, 8)):
-        with recorded() as launched:
-            load_rows(rows, token_ids[seqs], seq_lens[seqs], tables.to(torch.int32)[seqs, 1:], 8, BLOCK_SIZE)
-        launches.append(launched)
-    assert len(launches[0]) == 1
-    assert launches[1] == launches[2] == launches[0]
 
 
 def test_another_shape_shows_as_another_compilation():

@@ -7,7 +7,7 @@ import itertools
 import pytest
 import torch
 
-from kernels.quantized import QuantForm, QuantizedWeight, pack_int4, quantize
+from kernels.quantized import HALF_BYTES, QuantForm, QuantizedWeight, pack_int4, quantize
 from tandem.errors import InternalError
 from tests.kernels.devices import on_each_device
 
@@ -24,13 +24,15 @@ ROUNDING = {torch.bfloat16: 2**-7, torch.float16: 2**-10, torch.float32: 2**-20}
 def make(form: QuantForm, num_outputs: int, num_inputs: int, group: int, dtype: torch.dtype, *, offsets: bool):
     generator = torch.Generator().manual_seed(num_inputs + group)
     codes = torch.randint(0, 256, (num_outputs, num_inputs), generator=generator)
-    if form is QuantForm.INT4:
+    if form in HALF_BYTES:
         values = pack_int4((codes & 15).to(torch.uint8))
     elif form is QuantForm.INT8:
         values = (codes - 128).to(torch.int8)
     else:  # every finite value, subnormal ones too
         values = torch.where(codes & 127 == 127, 0, codes).to(torch.uint8).view(torch.float8_e4m3fn)
     scales = (torch.rand(num_outputs, num_inputs // group, generator=generator) + 0.1) / 100
+    if form is QuantForm.FP4 and group == 32:  # MXFP4
+        scales = torch.exp2(torch.log2(scales).round())
     shifts = torch.randn(scales.shape, generator=generator) / 10 if offsets else None
     return QuantizedWeight(form, values, scales, shifts, dtype)
 
@@ -56,6 +58,8 @@ def products():
         (QuantForm.INT4, 32, True),
         (QuantForm.INT4, 64, False),
         (QuantForm.FP8, 64, False),
+        (QuantForm.FP4, 32, False),
+        (QuantForm.FP4, 16, False),
     ]
     for place, (dtype, form) in enumerate(itertools.product(ROUNDING, forms)):
         for tokens in (1, 19) if torch.cuda.is_available() else ((1, 19)[place % 2],):
@@ -83,6 +87,7 @@ def test_a_product_is_that_of_the_weight_that_is_meant(form, group, offsets, dty
         (QuantForm.INT4, 128, 1024),
         (QuantForm.INT4, None, 1024),
         (QuantForm.FP8, None, 512),
+        (QuantForm.FP4, 32, 512),
     ],
 )
 @pytest.mark.parametrize("tokens", [2, 40, 129])
@@ -107,6 +112,7 @@ def test_inputs_that_programs_share_are_added_up(monkeypatch, form, group, fewes
         (QuantForm.INT4, 32, True),
         (QuantForm.INT4, 64, False),
         (QuantForm.FP8, 64, False),
+        (QuantForm.FP4, 32, False),
     ],
 )
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -134,6 +140,13 @@ def test_a_symmetric_int4_weight_needs_no_offsets(device):
     linear = OPERATIONS.linear(weight, None)
     assert linear.weight.offsets is None
     torch.testing.assert_close(linear(x), x @ weight.dequantize().T, rtol=1e-4, atol=1e-4)
+
+
+def test_scales_that_are_powers_of_2_take_a_byte():
+    """4.25 bits of a weight in all, as published."""
+    weight = make(QuantForm.FP4, 4, 64, 32, torch.bfloat16, offsets=False)
+    held = OPERATIONS.linear(weight, None).weight
+    assert held.values.nbytes + held.scales.nbytes == 4 * 64 * 4.25 / 8
 
 
 @on_each_device

@@ -47,7 +47,7 @@ from worker.core import Worker
 from worker.ports import WorkerParts
 from worker.serving.cache_reports import CacheListeners, CacheReports
 from worker.serving.kv_events import KvEvents
-from worker.serving.metrics import WorkerMetrics, cache_readings, load_readings, wait_readings
+from worker.serving.metrics import WorkerMetrics, cache_readings, graph_readings, load_readings, wait_readings
 from worker.serving.process import WorkerProcess
 from worker.serving.spans import SequenceSpans
 
@@ -125,6 +125,8 @@ class Foundation:
         engine = await stop.unless_stopped(partial(load_engine, self.config, role))
         try:
             self.checkpoint.read.check()
+            if (graphs := engine.graphs) is not None:
+                self.metrics.add_reader(lambda: graph_readings(graphs))
             yield engine
         finally:
             engine.close()

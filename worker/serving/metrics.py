@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 
 from engine.cache_counters import CacheCounters
+from engine.graphs import StepGraphs
 from kvtransfer.base import SenderGaveUp
 from shell.clock import Clock
 from shell.telemetry import events
@@ -133,6 +134,13 @@ def cache_readings(counters: CacheCounters) -> Iterator[Reading]:
     yield Reading(names.PREFIX_CACHE_STORED, counters.disk_stored_blocks, ("disk",))
     yield Reading(names.PREFIX_CACHE_LOADED, counters.disk_loaded_blocks, ("disk",))
     yield Reading(names.PREFIX_CACHE_FAILED, counters.disk_failed_blocks, ("disk",))
+
+
+def graph_readings(graphs: StepGraphs) -> Iterator[Reading]:
+    """What a worker captured, and how often that served, as metrics."""
+    yield Reading(names.CUDA_GRAPHS, graphs.num_captured, ("captured",))
+    yield Reading(names.CUDA_GRAPHS, graphs.num_refused, ("refused",))
+    yield Reading(names.CUDA_GRAPH_STEPS, graphs.num_steps)
 
 
 def load_readings(role: Role, load: WorkerLoad) -> Iterator[Reading]:

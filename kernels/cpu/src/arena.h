@@ -38,7 +38,7 @@ struct Carver {
   template <typename T>
   T* take(int64_t count) {
     T* taken = reinterpret_cast<T*>(at);
-    at += round_up(count * int64_t(sizeof(T)), 64);
+    at = reinterpret_cast<char*>(intptr_t(at) + round_up(count * int64_t(sizeof(T)), 64));  // not at null + n
     return taken;
   }
 };

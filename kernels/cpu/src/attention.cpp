@@ -158,7 +158,7 @@ Plan* make_plan(const AttendArgs& a, int64_t threads, Arena& arena) {
     if (base != nullptr) *self = plan;
     return carver.at;
   };
-  char* base = arena.reserve(carve(nullptr) - static_cast<char*>(nullptr));
+  char* base = arena.reserve(intptr_t(carve(nullptr)));
   carve(base);
   list_pieces<K>(a, most_pieces, offsets, &reinterpret_cast<Plan*>(base)->ahead);
   Unit* to = plan.units;

@@ -103,7 +103,7 @@ class Decode {
   // Meanwhile fetches what `then`, the same thread's next unit, begins with; it may be null.
   void run(const Unit& unit, const Unit* then, Arena& arena) {
     unit_ = &unit;
-    carve(arena.reserve(carve(nullptr) - static_cast<char*>(nullptr)));
+    carve(arena.reserve(intptr_t(carve(nullptr))));
     if (&unit != fetched_) fetch_.start(unit);
     fetch_.follow(then);
     if (has_sets()) memset(queries_, 0, a_.num_kv_heads * dims_ / 2 * 16 * sizeof *queries_);

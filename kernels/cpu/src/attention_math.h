@@ -54,14 +54,6 @@ TANDEM_INLINE F32 tanh_of(F32 x) {
 // high_halves: lanes without it from a's lanes with it, those with it from b.
 #define TANDEM_LOW(l) ((l) & kStep ? kLanes + ((l) ^ kStep) : (l))
 #define TANDEM_HIGH(l) ((l) & kStep ? kLanes + (l) : (l) ^ kStep)
-#if TANDEM_LANES == 16
-#define TANDEM_EACH_LANE(f) \
-  f(0), f(1), f(2), f(3), f(4), f(5), f(6), f(7), f(8), f(9), f(10), f(11), f(12), f(13), f(14), f(15)
-#elif TANDEM_LANES == 8
-#define TANDEM_EACH_LANE(f) f(0), f(1), f(2), f(3), f(4), f(5), f(6), f(7)
-#else
-#define TANDEM_EACH_LANE(f) f(0), f(1), f(2), f(3)
-#endif
 
 template <int kStep, typename V>
 TANDEM_INLINE V low_halves(V a, V b) {

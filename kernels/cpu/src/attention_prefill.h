@@ -86,7 +86,7 @@ class Prefill {
   void run(const Unit& unit, Arena& arena) {
     seq_ = unit.seq, head_ = unit.kv_head, begin_ = unit.begin, end_ = unit.end;
     context_ = a_.seq_lens[seq_] - (a_.starts[seq_ + 1] - a_.starts[seq_]);
-    carve(arena.reserve(carve(nullptr, end_ - begin_) - static_cast<char*>(nullptr)), end_ - begin_);
+    carve(arena.reserve(intptr_t(carve(nullptr, end_ - begin_))), end_ - begin_);
     memset(static_cast<void*>(zeros_), 0, dims_ * sizeof(K));
     for (int64_t tile = 0; tile < tiles(); ++tile) start_tile(tile);
     const int64_t keys_end = position(end_ - 1) + 1;
@@ -285,6 +285,8 @@ class Prefill {
     store(totals_ + tile * kTile, total);
     if (out_dims_ > 64) add_values(tile, 64, tokens);
   }
+#else
+  void update_overlapped(int64_t first, int64_t count);  // named in a branch that is left out
 #endif
 
   void cap(float* scores, int64_t tokens) const {

@@ -141,8 +141,8 @@ TANDEM_INLINE void rotate_head(T* head, const float* cos, const float* sin, cons
       a = a * scale * (whole ? load(w) : load_n(w, n));
       b = b * scale * (whole ? load(w + half) : load_n(w + half, n));
     }
-    const F32 turned_a = a * c - b * s;
-    const F32 turned_b = b * c + a * s;
+    const F32 turned_a = fma(a, c, -(b * s));  // which product is rounded is not left to the compiler
+    const F32 turned_b = fma(b, c, a * s);
     if (whole) {
       store(low, turned_a);
       store(high, turned_b);

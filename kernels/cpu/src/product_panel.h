@@ -170,7 +170,7 @@ class TokenPanels {
       extra_sums_ = carver.take<float>(tokens * extra_);
       return carver.at;
     };
-    carve(scratch.reserve(carve(nullptr) - static_cast<char*>(nullptr)));
+    carve(scratch.reserve(intptr_t(carve(nullptr))));
     for (int64_t group = 0; group < groups_ && words_ && !is_packed; ++group) {
       const int64_t begin = begin_of(group);
       pack(x + begin * x_stride, x_stride, begin_of(group + 1) - begin, x_ + begin * words_);

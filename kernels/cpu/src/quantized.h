@@ -252,6 +252,7 @@ class QuantizedPanels : TokenPanels<T> {
       switch (p_.form & ~kHalfScales) {
         case kInt8: return add_up<Int8>(unit);
         case kInt4: return add_up<Int4>(unit);
+        case kFp4: return add_up<Fp4>(unit);
         default: return add_up<Fp8>(unit);
       }
     };

@@ -3,7 +3,7 @@
 // A row is 64 bytes: a word of 32 bits for each of 16 outputs, with 4 inputs of 8 bits or 8 of 4 bits. Two such rows, of
 // both blocks of a unit (product_weight.h), follow one another, then the rows of the next inputs.
 // INT8: input i of a word is byte i. INT4: input i is nibble i / 2 of the lower half if i is even, else of the upper
-// half, plus 8. FP8 (e4m3): bytes are inputs 0, 2, 1, 3.
+// half, plus 8. FP8 (e4m3): bytes are inputs 0, 2, 1, 3. FP4 (e2m1): as INT4, sign and magnitude.
 
 #pragma once
 
@@ -13,7 +13,7 @@ namespace {
 namespace product {
 
 // kHalfScales is added to a form whose scales are float16, as is exact; else they are float32.
-enum QuantizedForm : int64_t { kInt8 = 16, kInt4 = 17, kFp8 = 18, kHalfScales = 64 };
+enum QuantizedForm : int64_t { kInt8 = 16, kInt4 = 17, kFp8 = 18, kFp4 = 19, kHalfScales = 64 };
 
 TANDEM_INLINE bool is_quantized(const Product& p) { return p.form >= kInt8; }
 
@@ -117,6 +117,30 @@ struct Fp8 {
     return bit_cast<F32>(result);
 #else
     return pair_of_values<Fp8>(words, pair);
+#endif
+  }
+};
+
+struct Fp4 {
+  static constexpr int kRowInputs = Int4::kRowInputs;
+  static constexpr bool kIsShifted = false;
+  static constexpr float kUnit = 1.0f;
+
+  static TANDEM_INLINE F32 value(I32 words, int input) {
+    const I32 top = words << (28 - Int4::shift(input));
+    // The product moves the exponent's bias from 1 to 127, of the denormal too.
+    return bit_cast<F32>(((top >> 6) & 0x01c00000) | (top & int32_t(0x80000000))) * 0x1p126f;
+  }
+  template <bool>
+  static TANDEM_INLINE F32 pair(I32 words, int pair) {
+#if defined(__AVX512BF16__)
+    const __m512i table = _mm512_broadcast_i64x4(_mm256_setr_epi16(
+        0, 0x3f00, 0x3f80, 0x3fc0, 0x4000, 0x4040, 0x4080, 0x40c0, int16_t(0x8000), int16_t(0xbf00), int16_t(0xbf80),
+        int16_t(0xbfc0), int16_t(0xc000), int16_t(0xc040), int16_t(0xc080), int16_t(0xc0c0)));
+    const __m512i index = _mm512_srli_epi16(bit_cast<__m512i>(words), unsigned(4 * pair));
+    return bit_cast<F32>(_mm512_permutexvar_epi16(index, table));
+#else
+    return pair_of_values<Fp4>(words, pair);
 #endif
   }
 };

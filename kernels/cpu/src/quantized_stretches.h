@@ -13,7 +13,8 @@ constexpr int64_t kUnitRowBytes = 2 * kRowBytes;
 TANDEM_INLINE bool is_int4(const Product& p) { return (p.form & ~kHalfScales) == kInt4; }
 
 TANDEM_INLINE int64_t unit_bytes(const Product& p) {
-  return p.in / (is_int4(p) ? Int4::kRowInputs : Int8::kRowInputs) * kUnitRowBytes;
+  const bool has_four_bits = is_int4(p) || (p.form & ~kHalfScales) == kFp4;
+  return p.in / (has_four_bits ? Int4::kRowInputs : Int8::kRowInputs) * kUnitRowBytes;
 }
 
 // Some stretches of one unit: where their weights lie, [count][rows][two blocks], and the scales of the first,

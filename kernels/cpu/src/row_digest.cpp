@@ -36,7 +36,6 @@ constexpr int64_t kLast = kScramble - 7;                 // for the last stripe
 constexpr int64_t kMerge = 11;                           // for the sum of the sums
 
 typedef uint64_t Words __attribute__((vector_size(TANDEM_LANES * 4)));
-constexpr int kWords = sizeof(Words) / 8;  // in one register
 constexpr int kParts = kStripe / sizeof(Words);
 
 // A stripe, or the sums over stripes: eight words in as many registers as that takes.
@@ -50,11 +49,11 @@ TANDEM_INLINE Words load_words(const uint8_t* from) {
   return words;
 }
 
-// Each pair of words, the other way round.
+// Each pair of words, the other way round: lanes of half a word.
+#define TANDEM_OTHER_WORD(l) ((l) ^ 2)
 TANDEM_INLINE Words swap_pairs(Words x) {
-  Words order;
-  for (int i = 0; i < kWords; ++i) order[i] = i ^ 1;
-  return __builtin_shuffle(x, order);
+  const U32 halves = (U32)x;
+  return (Words)__builtin_shufflevector(halves, halves, TANDEM_EACH_LANE(TANDEM_OTHER_WORD));
 }
 
 // The product of each word's lower and upper half.

@@ -29,6 +29,16 @@ namespace {
 
 constexpr int kLanes = TANDEM_LANES;
 
+// Of a constant shuffle.
+#if TANDEM_LANES == 16
+#define TANDEM_EACH_LANE(f) \
+  f(0), f(1), f(2), f(3), f(4), f(5), f(6), f(7), f(8), f(9), f(10), f(11), f(12), f(13), f(14), f(15)
+#elif TANDEM_LANES == 8
+#define TANDEM_EACH_LANE(f) f(0), f(1), f(2), f(3), f(4), f(5), f(6), f(7)
+#else
+#define TANDEM_EACH_LANE(f) f(0), f(1), f(2), f(3)
+#endif
+
 #if defined(__AVX512BF16__) || defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC)
 #define TANDEM_BF16_PAIRS  // add_bf16_pairs
 #endif

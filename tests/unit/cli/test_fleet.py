@@ -139,6 +139,12 @@ def test_a_worker_on_a_gpu_sees_its_own_first_and_knows_with_whom_it_shares_memo
     assert (last.device, last.device_workers, last.host_workers) == ("cuda:0", 2, 4)
 
 
+def test_one_gpu_gets_one_elastic_worker_that_has_it_alone() -> None:
+    (spec,) = worker_specs(serve(), (0, 1), ROUTERS, fleet_devices(serve(), ("GPU-a",)))
+    worker: DecodeConfig = parsed(DecodeConfig, *spec.arguments)
+    assert (worker.elastic, worker.device, worker.device_workers, worker.kv_memory) == (True, "cuda:0", 1, None)
+
+
 @pytest.mark.parametrize("device", ["auto", "cpu", "cuda", "cuda:1"])
 def test_without_gpus_workers_are_told_the_device_of_serve(device: str) -> None:
     plan = fleet_devices(serve("--device", device, "--decode", "2"), ())

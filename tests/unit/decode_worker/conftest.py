@@ -231,6 +231,7 @@ def open_bench(monkeypatch: pytest.MonkeyPatch) -> Callable[..., object]:
         chunk_tokens: int = 16,
         *,
         overlap_steps: bool = True,
+        is_asynchronous: bool = False,
         prefix_cache: bool = True,
         host_rows: int = 0,
         first_guess_tokens: int = 4,
@@ -238,7 +239,7 @@ def open_bench(monkeypatch: pytest.MonkeyPatch) -> Callable[..., object]:
         pool, receiver = BlockPool(num_blocks, block_size), FakeReceiver()
         tier = HostTier(host_rows, 1) if host_rows else None
         cache = PrefixCache(pool, enabled=prefix_cache, tier=tier)
-        engine, clock = FakeEngine(pool), ManualClock()
+        engine, clock = FakeEngine(pool, is_asynchronous=is_asynchronous), ManualClock()
         recorded, max_tokens = RecordedWorker(), num_blocks * block_size
         sizes = {"max_seqs": max_seqs, "chunk_tokens": chunk_tokens, "max_tokens": max_tokens}
         parts = parts_of(engine, cache, clock, **sizes, events=recorded.events)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import deque
+from collections.abc import Collection
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -12,6 +13,7 @@ from decode_worker.running_batch import RunningBatch
 from decode_worker.scheduler import Beside, StepPlan
 from engine.block_pool import BlockPool
 from engine.prefix_cache import PrefixCache
+from engine.sequence import Sequence
 from shell.clock import Deadline
 from shell.telemetry.events import Events
 from tandem.types import ChoiceSpec, GroupSpec, Handle, RequestId, SamplingParams, TokenId
@@ -31,8 +33,8 @@ BLOCK_SIZE = 4
 class PlainBatch(RunningBatch):
     """Every plan is of all."""
 
-    def _plan(self, chunk_tokens: int) -> tuple[StepPlan, Beside | None]:
-        return self._planned(self._running, chunk_tokens), None
+    def _plan(self, chunk_tokens: int, sitting_out: Collection[Sequence] = ()) -> tuple[StepPlan, Beside | None]:
+        return self._planned(self._running, chunk_tokens, sitting_out), None
 
 
 class World:
@@ -41,7 +43,9 @@ class World:
     The cache knows nothing: what it evicts first depends on the order of allocations within a step, which is free.
     """
 
-    def __init__(self, batch: type[RunningBatch], num_blocks: int, max_seqs: int) -> None:
+    def __init__(self, batch: type[RunningBatch], num_blocks: int, max_seqs: int, *, with_prompts: bool) -> None:
+        """`with_prompts`: whether a step may be behind one with prompts, and have prompts itself."""
+        self.with_prompts = with_prompts
         self.cache = PrefixCache(BlockPool(num_blocks, BLOCK_SIZE), enabled=False)
         pool = self.cache.pool
         self.batch = batch(self.cache, max_seqs, Forecast(pool, 4), ChunkBudget(8), BlockReleases(pool))
@@ -62,7 +66,10 @@ class World:
 
     def launch(self) -> object:
         """Plans a step; returns what it is, whatever objects and blocks it is made of."""
-        batched = self.batch.step_behind(self.in_flight[-1]) if self.in_flight else self.batch.next_step()
+        if self.in_flight:
+            batched = self.batch.step_behind(self.in_flight[-1], with_prompts=self.with_prompts)
+        else:
+            batched = self.batch.next_step()
         if batched is None:
             return None
         self.batch.releases.step_launched()
@@ -93,7 +100,7 @@ class World:
     def apply(self, request, seq, scheduled, salt) -> None:
         group = request.group
         seq.step_ended(scheduled)
-        ends_prefix = not group.is_forked and (bool(scheduled.samples) or seq.num_remaining_tokens == 0)
+        ends_prefix = not group.is_forked and (bool(scheduled.samples) or seq.is_computed)
         for choice in seq.drawers if scheduled.samples else ():
             rng = random.Random(f"{request.handle} {choice.index} {choice.num_output_tokens} {salt}")
             choice.append_token(END if rng.random() < 0.05 else TokenId(1))
@@ -135,7 +142,8 @@ def sampling_of(rng: random.Random) -> SamplingParams:
 def test_steps_planned_together_are_those_of_plain_plans(seed: int) -> None:
     rng = random.Random(seed)
     num_blocks, max_seqs = rng.choice((24, 48, 200)), rng.choice((4, 8))
-    worlds = [World(kind, num_blocks, max_seqs) for kind in (RunningBatch, PlainBatch)]
+    with_prompts = rng.random() < 0.5
+    worlds = [World(kind, num_blocks, max_seqs, with_prompts=with_prompts) for kind in (RunningBatch, PlainBatch)]
     for number in range(60):
         if rng.random() < 0.4:
             arrival = (rng.randint(1, 12), sampling_of(rng), rng.choice((1, 1, 1, 3)), rng.choice((0, 0, 2)))

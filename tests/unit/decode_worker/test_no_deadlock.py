@@ -34,8 +34,10 @@ class Arriving:
 
 
 @st.composite
-def crowds(draw: st.DrawFn) -> tuple[int, int, list[Arriving]]:
-    """A pool, rows of a host tier, and more work than the pool holds; each group alone fits."""
+def crowds(draw: st.DrawFn) -> tuple[int, int, bool, list[Arriving]]:
+    """A pool, rows of a host tier, whether steps with prompts have one behind them, and more work than the pool holds;
+    each group alone fits.
+    """
     num_blocks = draw(st.integers(4, 12))
     crowd = []
     for _ in range(draw(st.integers(1, 9))):
@@ -55,7 +57,7 @@ def crowds(draw: st.DrawFn) -> tuple[int, int, list[Arriving]]:
         crowd.append(
             Arriving(num_prompt_tokens, max_tokens, num_emitted, priority, fate, prompt, salt, n if is_search else 0)
         )
-    return num_blocks, draw(st.sampled_from([0, 0, 3, 20])), crowd
+    return num_blocks, draw(st.sampled_from([0, 0, 3, 20])), draw(st.booleans()), crowd
 
 
 @given(crowds())
@@ -64,7 +66,7 @@ def test_everybody_ends_and_every_survivor_is_exact(
     open_bench: Any,
     make_spec: Callable[..., GroupSpec],
     completion: Callable[..., list[TokenId]],
-    case: tuple[int, int, list[Arriving]],
+    case: tuple[int, int, bool, list[Arriving]],
 ) -> None:
     asyncio.run(play(open_bench, make_spec, completion, *case))
 
@@ -93,9 +95,16 @@ async def test_a_stream_that_lacks_what_is_reserved_for_a_prompt_long_in_coming_
 
 
 async def play(
-    open_bench: Any, make_spec: Any, completion: Any, num_blocks: int, host_rows: int, crowd: list[Arriving]
+    open_bench: Any,
+    make_spec: Any,
+    completion: Any,
+    num_blocks: int,
+    host_rows: int,
+    is_asynchronous: bool,
+    crowd: list[Arriving],
 ) -> None:
-    async with open_bench(num_blocks, BLOCK_SIZE, max_seqs=4, chunk_tokens=6, host_rows=host_rows) as bench:
+    sizes = {"max_seqs": 4, "chunk_tokens": 6, "host_rows": host_rows}
+    async with open_bench(num_blocks, BLOCK_SIZE, **sizes, is_asynchronous=is_asynchronous) as bench:
         specs: dict[Handle, GroupSpec] = {}
         for number, each in enumerate(crowd):
             spec = make_spec(

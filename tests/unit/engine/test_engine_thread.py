@@ -7,6 +7,7 @@ import gc
 import sys
 import threading
 from collections.abc import AsyncIterator, Awaitable
+from dataclasses import replace
 
 import pytest
 import torch
@@ -133,6 +134,14 @@ async def test_two_steps_may_be_in_flight_and_end_in_their_order(runner: GatedRu
     await engine.launch(GOOD)
     assert [event for event in runner.events if "launch" in event] == ["launch 1", "launch 4", "launch 1"]
     assert [event for event in runner.events if "collect" in event] == ["collect 1", "collect 4", "collect 1"]
+
+
+async def test_a_chunk_behind_one_that_failed_fails_unrun(runner, engine) -> None:
+    runner.may_end.set()
+    first, second = engine.launch(BAD), engine.launch(replace(GOOD, continues=True))
+    assert type(await outcome(first)) is InternalError
+    assert type(await outcome(second)) is FeederFailed
+    assert "launch 1" not in runner.events
 
 
 @pytest.mark.parametrize("bad", [BAD, UNPREPARABLE])

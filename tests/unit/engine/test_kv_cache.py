@@ -233,6 +233,12 @@ def test_workers_on_one_gpu_take_a_share_each_that_leaves_room_for_all(
     assert num_blocks == int((1 << 40) * share) // LAYOUT.block_bytes
 
 
+def test_a_worker_that_is_started_by_hand_has_its_gpu_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (1 << 40, 1 << 40))
+    num_blocks = blocks_that_fit(WorkerConfig(), LAYOUT, torch.device("cuda", 0), 10**12)
+    assert num_blocks == int((1 << 40) * 0.9) // LAYOUT.block_bytes
+
+
 def test_workers_of_one_machine_take_at_most_half_of_its_memory(tmp_path: Path) -> None:
     root = make_root(tmp_path, None)
     for workers in (1, 2, 8):

@@ -8,17 +8,21 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from engine.kv_cache import KvCache
-from engine.loading import Engine, EngineRole, load_engine, resolve_device
+from engine.loading import Engine, EngineRole, ladder_of, load_engine, resolve_device
 from engine.memory import pool_decision
 from engine.sequence import Sequence
 from engine.step import Step
+from engine.warm_up import StepSizes
 from kernels.cpu.library import max_threads
+from models.decoder import Decoder
 from shell.config import WorkerConfig
 from tandem.errors import CheckpointError, ConfigError
 from tandem.kv_layout import DType, QuantDType
@@ -212,6 +216,39 @@ def test_a_bad_option_is_refused_by_name(options: WorkerConfig, changes: dict[st
     with pytest.raises(ConfigError) as caught:
         load_engine(replace(options, **changes))
     assert caught.value.field == option
+
+
+LARGEST = StepSizes(chunk_tokens=2048, max_seqs=256, context_tokens=9000)
+GPU = torch.device("cuda", 0)
+
+
+def shapes_of(
+    config: WorkerConfig,
+    kernels_name: str,
+    device: torch.device = GPU,
+    *,
+    prefills_only: bool = False,
+    waits: bool = False,
+) -> tuple[int, int] | None:
+    """Largest captured batch of decodes, and most tokens of other steps."""
+    decoder: Any = object.__new__(type("Quick", (Decoder,), {"waits_for_device": waits}))
+    model: Any = SimpleNamespace(device=device, decoder=decoder)
+    ladder = ladder_of(config, EngineRole(prefills_only=prefills_only), model, kernels_name, LARGEST)
+    return None if ladder is None else (max(ladder.batch_sizes, default=0), ladder.rungs[-1])
+
+
+def test_steps_of_every_size_that_a_worker_can_form_are_captured() -> None:
+    config = WorkerConfig()
+    assert shapes_of(config, "triton") == shapes_of(config, "flash_attn") == (256, 2048)
+    assert shapes_of(replace(config, cuda_graph_seqs=8), "triton") == (8, 2048)
+    assert shapes_of(config, "triton", prefills_only=True) == (0, 2048)
+    assert shapes_of(config, "flash_attn", prefills_only=True) == (0, 1024)
+
+
+def test_nothing_is_captured_where_it_cannot_or_must_not_be() -> None:
+    config = WorkerConfig()
+    assert shapes_of(config, "triton", CPU) is shapes_of(config, "reference") is None
+    assert shapes_of(config, "triton", waits=True) is shapes_of(replace(config, cuda_graph_seqs=0), "triton") is None
 
 
 def test_what_was_made_is_given_back_if_the_rest_cannot_be(options: WorkerConfig, monkeypatch) -> None:

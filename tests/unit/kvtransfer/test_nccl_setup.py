@@ -17,7 +17,7 @@ from kvtransfer.transports.nccl import NcclTransport
 from tandem.errors import ConfigError
 from tests.kv_ends import QUICK
 from tests.manual_clock import ManualClock
-from tests.standins.cuda import DevicePool
+from tests.standins.cuda import THIS_GPU, DevicePool
 from tests.standins.nccl import StandInNccl, standin_nccl
 from tests.transports import PRINTS
 
@@ -40,6 +40,13 @@ def test_what_cannot_work_is_told_by_the_probe(nccl: StandInNccl) -> None:
     missing = NcclTransport(lambda: nccl.cuda.driver, lambda: NcclLibrary("libnccl-of-nobody.so.2"))
     assert "libnccl-of-nobody" in missing.probe(cuda).reason
     assert "driver cannot be used" in NcclTransport(no_driver).probe(cuda).reason
+
+
+def test_a_slice_of_a_gpu_is_refused_by_name(nccl: StandInNccl) -> None:
+    nccl.cuda.set("DEVICES", f"mig:{THIS_GPU}")
+    transport = NcclTransport(lambda: nccl.cuda.driver, lambda: nccl.library)
+    assert "slice of a GPU (MIG)" in transport.probe(torch.device("cuda", 0)).reason
+    nccl.cuda.reset()
 
 
 def test_a_library_too_old_is_refused_by_name(nccl: StandInNccl) -> None:

@@ -120,4 +120,4 @@ def test_rounded_experts_write_nearly_what_plain_ones_do(checkpoint, form):
     folder = checkpoint(TINY)
     plain, rounded = (logits_of(load_tiny(folder, "float32", each)) for each in (None, form))
     error = (rounded - plain).pow(2).mean().sqrt() / plain.std()
-    assert 0 < error < {"int8": 0.1, "fp8": 0.3, "int4": 0.8}[form]
+    assert 0 < error < {"int8": 0.1, "fp8": 0.3, "int4": 0.8, "fp4": 1.0}[form]

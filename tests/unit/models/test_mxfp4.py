@@ -70,7 +70,17 @@ def test_experts_stay_quantised_and_nothing_else_is(written):
     load_model(written[0], "float32", CPU, Kernels(ReferenceBackend(), operations))
     held = [weight for weight in operations.packed if isinstance(weight, QuantizedWeight)]
     assert len(held) == 3 * 5 * 2  # layers, experts, maps
-    assert {(weight.form, weight.group) for weight in held} == {(QuantForm.INT8, 32)}
+    assert {(weight.form, weight.group) for weight in held} == {(QuantForm.FP4, 32)}
+
+
+def test_grouped_kernels_multiply_what_is_published_without_a_wait(written):
+    triton = pytest.importorskip("kernels.triton.operations")
+    quantized, meant = written
+    kernels = Kernels(ReferenceBackend(), triton.TritonOperations())
+    model = load_model(quantized, "float32", CPU, kernels)
+    assert not model.decoder.waits_for_device
+    expected = transformers_logits(load_transformers(meant), random_prompt(5))
+    torch.testing.assert_close(logits_of(model, 5), expected, atol=2e-4, rtol=1e-4)
 
 
 @pytest.mark.parametrize("part", ["gate_up_proj_blocks", "down_proj_scales"])

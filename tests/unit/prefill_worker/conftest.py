@@ -92,8 +92,10 @@ class FakeSender:
 class Bench:
     """A prefill worker among its fakes. 16 blocks of 4 tokens, 8 tokens a step."""
 
-    def __init__(self, cached: bool = True, host_rows: int = 0, guides: Guides | None = None) -> None:
-        self.engine = FakeEngine()
+    def __init__(
+        self, cached: bool = True, host_rows: int = 0, guides: Guides | None = None, is_asynchronous: bool = False
+    ) -> None:
+        self.engine = FakeEngine(is_asynchronous=is_asynchronous)
         self.sender = FakeSender(self.engine.slots)
         self.router = HeardRouter()
         self.clock = ManualClock()

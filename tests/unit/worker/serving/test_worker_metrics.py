@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -39,7 +40,7 @@ from tandem.types import (
     WorkerLoad,
 )
 from tests.manual_clock import ManualClock
-from worker.serving.metrics import WorkerMetrics, cache_readings, load_readings, wait_readings
+from worker.serving.metrics import WorkerMetrics, cache_readings, graph_readings, load_readings, wait_readings
 
 SPEC = GroupSpec(RequestId("r"), (TokenId(1),) * 4, SamplingParams(max_tokens=8))
 LOAD = WorkerLoad(
@@ -114,6 +115,13 @@ def test_a_step_is_told_by_its_kind(decode: Scene, num_prefill_tokens: int, num_
     assert decode.value("tandem_step_tokens_sum") == num_prefill_tokens + num_decode_seqs
     assert decode.value("tandem_computed_prompt_tokens_total") == num_prefill_tokens
     assert decode.value("tandem_sampled_tokens_total") == num_decode_seqs
+
+
+def test_graphs_that_were_refused_show_and_so_do_the_steps_that_the_others_served(decode: Scene) -> None:
+    graphs: Any = SimpleNamespace(num_captured=88, num_refused=3, num_steps=41)
+    decode.metrics.add_reader(lambda: graph_readings(graphs))
+    assert decode.samples("tandem_cuda_graphs") == {("captured",): 88, ("refused",): 3}
+    assert decode.value("tandem_cuda_graph_steps_total") == 41
 
 
 def test_transports_that_were_given_up_are_counted_by_name(prefill: Scene) -> None:
