@@ -37,7 +37,7 @@ from kvtransfer.frame import Frame
 from kvtransfer.grain_rows import GrainRows
 from kvtransfer.handshake import Hello, fingerprint_fields
 from kvtransfer.lane_thread import LaneThread
-from kvtransfer.plan import Place, Plan, Span, distinct, places
+from kvtransfer.plan import WHOLE, Place, Plan, distinct, places
 from kvtransfer.pool import Pool
 from kvtransfer.ring import Loan, Ring
 from kvtransfer.rows import XXH3, RowIds
@@ -114,23 +114,15 @@ class Lane:
     async def secure(self, connection: Connection) -> None:
         """Before the first frame: encryption, if any. The caller sets the deadline. Raises TransferError."""
 
-    def attach(self, theirs: Hello, verify: str) -> None:
-        """Hands were shaken: blocks are verified by `verify`. Raises TransferError."""
+    def _follow(self, num_sources: int, num_targets: int) -> Plan:
+        """Returns the plan between pools of these sizes. Raises TransferError."""
         try:
-            self._plan = self._plan_with(theirs)
+            plan = Plan.between(self._pool.fingerprints.layout, num_sources, num_targets)
         except ConfigError as error:
-            raise TransferError(f"no way to a pool of {theirs.num_ranks} ranks: {error}") from error
-        if not (self._plan.is_whole or self.splits):
+            raise TransferError(f"no way from {num_sources} ranks to {num_targets}: {error}") from error
+        if not (plan.is_whole or self.splits):
             raise TransferError(f"{self.name} does not reach pools that ranks divide; shm and tcp do")
-        self._rows.close()
-        self._rows = GrainRows(self._pool.parts, self._spans())
-
-    def _plan_with(self, theirs: Hello) -> Plan:
-        raise NotImplementedError
-
-    def _spans(self) -> tuple[Span, ...]:
-        """This end's parts that the lane reads or writes."""
-        raise NotImplementedError
+        return plan
 
     async def prepare(self) -> None:
         """After `attach`, before anything else: what takes time. What a receiving lane adds to `details` here, the
@@ -177,6 +169,11 @@ class SendingLane(Lane):
         self.piece_bytes = PIECE_BYTES if work is None else DEVICE_PIECE_BYTES
         """Most payload of one WRITE, which holds at least one block."""
 
+    def attach(self, theirs: Hello, verify: str) -> None:
+        """Hands were shaken: blocks are verified by `verify`. Raises TransferError."""
+        self._plan = self._follow(len(self._pool.parts), theirs.num_ranks)
+        self._rows = GrainRows(self._pool.parts, self._plan.source)
+
     async def receive_hello(self, connection: Connection) -> Frame:
         """Returns the receiver's first frame, and takes what came along. Raises TransferError."""
         return await connection.receive()
@@ -213,12 +210,6 @@ class SendingLane(Lane):
         """
         return connection.send(write)
 
-    def _plan_with(self, theirs: Hello) -> Plan:
-        return Plan.between(self._pool.fingerprints.layout, len(self._pool.parts), theirs.num_ranks)
-
-    def _spans(self) -> tuple[Span, ...]:
-        return self._plan.source
-
 
 class ReceivingLane(Lane):
     """The receiver's end."""
@@ -228,11 +219,15 @@ class ReceivingLane(Lane):
 
     False = only `receive` and `settle` write, and nothing is written once they have returned.
     """
+    places: tuple[Place, ...] = WHOLE
+    """What `checksums` returns of each block: the grains in these places."""
 
-    @property
-    def places(self) -> tuple[Place, ...]:
-        """What `checksums` returns of each block: the grains in these places."""
-        return places(self._spans())
+    def attach(self, theirs: Hello, verify: str) -> None:
+        """Hands were shaken: blocks are verified by `verify`. Raises TransferError."""
+        self._plan = self._follow(theirs.num_ranks, len(self._pool.parts))
+        spans = self._plan.target if self.peer_writes else distinct(self._plan.target)
+        self.places = places(spans)
+        self._rows = GrainRows(self._pool.parts, spans)
 
     def send_hello(self, connection: Connection, hello: Frame) -> None:
         """Sends this side's first frame, and what has to come along with it. Raises TransferError."""
@@ -261,12 +256,6 @@ class ReceivingLane(Lane):
 
         The one wait without a deadline: blocks stay quarantined for exactly so long. Cancelled if the peer says BYE.
         """
-
-    def _plan_with(self, theirs: Hello) -> Plan:
-        return Plan.between(self._pool.fingerprints.layout, theirs.num_ranks, len(self._pool.parts))
-
-    def _spans(self) -> tuple[Span, ...]:
-        return self._plan.target if self.peer_writes else distinct(self._plan.target)
 
 
 @dataclass(frozen=True, slots=True)

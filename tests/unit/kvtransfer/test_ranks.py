@@ -209,7 +209,7 @@ async def test_a_peer_whose_ranks_do_not_fit_the_heads_is_refused_in_the_handsha
         local = Pool(pool.memory, Fingerprints("model-a", layout_of(6)))
         lane = SendingLane(local)
         lane.name = "tcp"
-        with pytest.raises(TransferError, match=f"no way to a pool of {num_ranks} ranks: .*cannot share 6 K/V heads"):
+        with pytest.raises(TransferError, match=f"no way from 2 ranks to {num_ranks}: .*cannot share 6 K/V heads"):
             lane.attach(replace(lane.hello(), num_ranks=num_ranks), "xxh3-64")
         with pytest.raises(TransferError, match="tcp does not reach pools that ranks divide; shm and tcp do"):
             lane.attach(lane.hello(), "xxh3-64")
