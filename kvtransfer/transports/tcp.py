@@ -7,14 +7,17 @@ import errno
 import socket
 from collections.abc import Callable, Sequence
 
+import numpy as np
 import torch
 
 from kvtransfer.connection import Connection
 from kvtransfer.device_work import DeviceWork
 from kvtransfer.fields import required, required_int
 from kvtransfer.frame import Frame
+from kvtransfer.grain_rows import Piece
 from kvtransfer.pool import Pool
 from kvtransfer.ring import Loan, Ring
+from kvtransfer.rows import Rows
 from kvtransfer.transport import Acceptor, Fields, ListenOptions, ReceivingLane, SendingLane, TransportStatus
 from kvtransfer.transports.host import connected, host_status, listening
 from shell.thread_work import to_the_end
@@ -27,7 +30,7 @@ _DISCARD_BYTES = 64 * 1024
 _HOT_BYTES = 512 * 1024
 """Received at a time, so that it is still in the cache of one core when it is hashed."""
 _JOIN_BELOW_BYTES = 64 * 1024
-"""Spans smaller than this are joined for sending: one copy is cheaper than many system calls."""
+"""Spans smaller than this are joined for sending and receiving: one copy is cheaper than many system calls."""
 
 
 def listen(host: str, port: int = 0) -> socket.socket:
@@ -190,21 +193,11 @@ class _ReceivingLane(NetworkReceivingLane):
     async def _receive_rows(
         self, connection: Connection, rows: Sequence[int], blocks: Sequence[BlockId], wanted: Callable[[], bool]
     ) -> int:
-        """Receives these blocks into `rows`, and on into the pool; returns how many bytes.
-
-        Each grain is hashed as soon as it is whole: while it is in the core's cache, that is a small part of what
-        receiving it took, and less than the trip to a thread.
-        """
-        found: list[int] = []
-        num_bytes = 0
-        for span, part, grains in self._rows.pieces(rows):
-            filled, num_whole = 0, 0
-            while filled < len(span) and wanted():
-                filled += await connection.receive_some(span[filled : filled + _HOT_BYTES])
-                if whole := grains[num_whole : filled // part.row_bytes]:
-                    found.extend(part.checksums(whole))
-                    num_whole += len(whole)
-            num_bytes += filled
+        """Receives these blocks into `rows`, and on into the pool; returns how many bytes."""
+        pieces = list(self._rows.pieces(rows))
+        are_small = len(blocks) * self._pool.block_bytes < len(pieces) * _JOIN_BELOW_BYTES
+        receive = self._receive_joined if are_small and len(pieces) > 1 else self._receive_pieces
+        found, num_bytes = await receive(connection, pieces, wanted)
         if len(found) == len(blocks) * len(self.places):
             try:
                 await self._pool.settle(rows, blocks)
@@ -212,6 +205,59 @@ class _ReceivingLane(NetworkReceivingLane):
                 self._failure = error
         self._found.extend(found)
         return num_bytes
+
+    async def _receive_pieces(
+        self, connection: Connection, pieces: Sequence[Piece], wanted: Callable[[], bool]
+    ) -> tuple[list[int], int]:
+        """Returns the checksums of whole grains, and how many bytes came.
+
+        Each grain is hashed as soon as it is whole: while it is in the core's cache, that is a small part of what
+        receiving it took, and less than the trip to a thread.
+        """
+        found: list[int] = []
+        num_bytes = 0
+        for span, part, grains in pieces:
+            filled, num_whole = 0, 0
+            while filled < len(span) and wanted():
+                filled += await connection.receive_some(span[filled : filled + _HOT_BYTES])
+                if whole := grains[num_whole : filled // part.row_bytes]:
+                    found.extend(part.checksums(whole))
+                    num_whole += len(whole)
+            num_bytes += filled
+        return found, num_bytes
+
+    async def _receive_joined(
+        self, connection: Connection, pieces: Sequence[Piece], wanted: Callable[[], bool]
+    ) -> tuple[list[int], int]:
+        """The same through a buffer, from which grains are copied, and hashed, part by part."""
+        grains = [(piece.rows, grain) for piece in pieces for grain in piece.ids]
+        size = grains[0][0].row_bytes
+        buffer = Rows(np.empty((max(1, _HOT_BYTES // size), size), np.uint8))
+        found: list[int] = []
+        num_bytes = 0
+        while len(found) < len(grains) and wanted():
+            due = grains[len(found) : len(found) + len(buffer.array)]
+            (span,) = buffer.spans(range(len(due)))
+            filled = 0
+            while filled < len(span) and wanted():
+                filled += await connection.receive_some(span[filled:])
+            num_bytes += filled
+            if filled == len(span):
+                found.extend(_scattered(buffer, due))
+        return found, num_bytes
+
+
+def _scattered(buffer: Rows, grains: Sequence[tuple[Rows, int]]) -> list[int]:
+    """Copies row `i` of the buffer to grain `i`. Returns the checksums."""
+    checksums = [0] * len(grains)
+    by_part: dict[Rows, list[int]] = {}
+    for i, (part, _) in enumerate(grains):
+        by_part.setdefault(part, []).append(i)
+    for part, rows in by_part.items():
+        copied = buffer.copy_to(part, rows, [grains[i][1] for i in rows])
+        for i, checksum in zip(rows, copied, strict=True):
+            checksums[i] = checksum
+    return checksums
 
 
 def address_fields(sock: socket.socket, options: ListenOptions) -> dict[str, str]:
