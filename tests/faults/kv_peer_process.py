@@ -51,13 +51,13 @@ class _HalfLane:
         self._pipe = pipe
         self.name = lane.name
         self.close, self.closed = lane.close, lane.closed
-        self.reserve = lane.reserve
+        self.reserve, self.piece_bytes = lane.reserve, lane.piece_bytes
         self._go = threading.Event()
         self.release = self._go.set
 
     async def place(self, sources: Any, targets: Sequence[BlockId], room: Any) -> Any:
         if self.name == "shm":
-            self._lane._peer.spans((targets[0],))[0][:HALF] = bytes([FILL]) * HALF
+            self._lane._peer.parts[0].spans((targets[0],))[0][:HALF] = bytes([FILL]) * HALF
         if self.name == "nixl":
             await self._lane._agent.start(lambda: self._write_half(targets[0]))
         if self.name != "tcp":
