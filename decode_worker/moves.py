@@ -210,7 +210,7 @@ class Moves:
             return  # it was released just now
         self._unreleased.add((request.router, request.handle))
         request.router.handoff_done(request.handle, report.num_bytes, report.seconds, report.route)
-        request.events.emit(Transferred(report.num_bytes, report.seconds, report.transport))
+        request.events.emit(Transferred(report.num_bytes, report.seconds, report.transport, report.num_spans))
         request.events.emit(Moved(self._reason))
         self._preempted_s.clear()  # a stream has moved: what was seen before says nothing any more
         self._end(request, None)

@@ -46,12 +46,17 @@ class HostMemory:
         """Raises OSError or RuntimeError (torch) where there is not so much."""
         if not shared:
             return cls(_private_memory(size_bytes), None)
-        fd = _open_memory_file(size_bytes)
+        return cls.mapped(_open_memory_file(size_bytes))
+
+    @classmethod
+    def mapped(cls, shared_fd: int) -> HostMemory:
+        """Maps a memory file of another process and takes its descriptor over. Raises OSError; then closes that."""
         try:
-            return cls(torch.frombuffer(mmap.mmap(fd, size_bytes), dtype=torch.uint8), fd)  # it keeps the mapping alive
+            mapping = mmap.mmap(shared_fd, os.fstat(shared_fd).st_size)
         except OSError:
-            os.close(fd)
+            os.close(shared_fd)
             raise
+        return cls(torch.frombuffer(mapping, dtype=torch.uint8), shared_fd)  # it keeps the mapping alive
 
     @property
     def bytes(self) -> torch.Tensor:
@@ -141,6 +146,14 @@ class KvCache:
             if not host.pin(device):
                 _log.warning("host ring is not pinned, hand-offs are slower", size_bytes=host_bytes)
         return cls(layout, host, pool)
+
+    @classmethod
+    def mapped(cls, layout: KvLayout, shared_fd: int) -> KvCache:
+        """Maps the pool of another process: the part of one rank, whose `layout` is `KvLayout.part`'s.
+
+        Takes the descriptor over. Raises OSError.
+        """
+        return cls(layout, HostMemory.mapped(shared_fd), None)
 
     @property
     def tensor(self) -> torch.Tensor:

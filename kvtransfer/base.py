@@ -129,6 +129,8 @@ class TransferReport:
     """Spent in `push` and `commit`: staging on both sides included, until the blocks are in the receiving pool."""
     passed_over: str = ""
     """See `SendingLane.passed_over`."""
+    num_spans: int = 0
+    """See `ring.Loan.num_spans`."""
 
     @property
     def route(self) -> KvRoute:
@@ -247,15 +249,31 @@ class DeviceMemory:
 
 
 @dataclass(frozen=True, slots=True)
+class PartMemory:
+    """One rank's part of a pool that ranks divide, mapped in this process."""
+
+    blocks: torch.Tensor
+    """`[N, part_bytes]` uint8 in host memory."""
+    shared_fd: int | None
+    """See `PoolMemory.shared_fd`."""
+
+
+@dataclass(frozen=True, slots=True)
 class PoolMemory:
     """A pool's bytes as transfers see them, and what to share them by."""
 
     blocks: torch.Tensor
-    """`[R, block_bytes]` uint8 in host memory: the pool itself, or with `staging` rows that blocks pass through."""
+    """`[R, block_bytes]` uint8 in host memory: the pool itself, or with `staging` rows that blocks pass through. With
+    `followers` rank 0's part, `[N, part_bytes]`.
+    """
     shared_fd: int | None
     """memfd that holds the rows, if they lie in shared memory; owned by the pool."""
     incarnation: Incarnation
     staging: Staging | None = None
     """How blocks of a pool elsewhere come into rows, and the reverse; None = row `i` is block `i`."""
     device: DeviceMemory | None = None
-    """None = the pool lies in host memory."""
+    """None = the pool lies in host memory, or ranks divide the pool."""
+    followers: tuple[PartMemory, ...] = ()
+    """Parts of ranks 1, 2, … of a pool in host memory that ranks divide (`KvLayout.part`). Rows of a staged pool hold
+    whole blocks: its `staging` joins the parts.
+    """

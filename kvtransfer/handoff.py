@@ -23,7 +23,7 @@ from kvtransfer.base import TransferReport
 from kvtransfer.connection import Connection
 from kvtransfer.frame import Frame, FrameType
 from kvtransfer.messages import (
-    MAX_BLOCKS_PER_WRITE,
+    MAX_CHECKSUMS_PER_WRITE,
     OUT_OF_MEMORY,
     Commit,
     Write,
@@ -73,8 +73,9 @@ class OutgoingHandoff:
         self._pool = pool
         self._clock = clock
         self._on_drained = on_drained
-        self._checksums = np.zeros(len(ticket.blocks), np.uint64)
-        """Checksums of the placed blocks, in the offer's order."""
+        self._num_grains = lane.num_grains
+        self._checksums = np.zeros((len(ticket.blocks), self._num_grains), np.uint64)
+        """Checksums of the placed blocks, in the offer's order: `[n, grains]`."""
         self._is_pushed, self._is_placed = np.zeros((2, len(ticket.blocks)), bool)
         self._window = 0
         """WRITEs that may be unanswered at a time; 0 = the ticket is not accepted yet."""
@@ -84,6 +85,7 @@ class OutgoingHandoff:
         self._placed: list[Loan] = []
         """Loans of pieces that are not announced."""
         self._num_writes = 0
+        self._num_spans = 0
         self._busy_s = 0.0
         self._committed = False
         self._error: TransferError | None = None
@@ -105,7 +107,8 @@ class OutgoingHandoff:
         """See `base.Handoff.push`. After a cancelled push, sources are lent until `abort` returns."""
         started_s = self._clock.now_s()
         self._claim(first, source_blocks)
-        step = min(MAX_BLOCKS_PER_WRITE, max(1, self._lane.piece_bytes // self._pool.block_bytes))
+        at_most = max(1, self._lane.piece_bytes // self._pool.block_bytes)
+        step = min(MAX_CHECKSUMS_PER_WRITE // self._num_grains, at_most)
         placing: deque[_Placing] = deque()
         sending: list[asyncio.Future[None]] = []
         start = 0
@@ -132,7 +135,9 @@ class OutgoingHandoff:
             self._busy_s += self._clock.now_s() - started_s
         num_blocks = len(self._checksums)  # committed, so that every one was pushed
         num_bytes = num_blocks * self._pool.block_bytes
-        return TransferReport(self._lane.name, num_blocks, num_bytes, self._busy_s, self._lane.passed_over)
+        return TransferReport(
+            self._lane.name, num_blocks, num_bytes, self._busy_s, self._lane.passed_over, self._num_spans
+        )
 
     async def abort(self) -> None:
         """See `base.Handoff.abort`."""
@@ -236,13 +241,16 @@ class OutgoingHandoff:
         """Announces a piece once it is placed; returns once those in `sending` have left, and puts it there instead."""
         checksums = await _result(piece.placed)
         self._raise_if_ended()
-        span = self._span(piece.first, len(checksums))
-        self._checksums[span], self._is_placed[span] = checksums, True
+        span = self._span(piece.first, len(piece.sources))
+        self._checksums[span] = np.array(checksums, np.uint64).reshape(-1, self._num_grains)
+        self._is_placed[span] = True
         seq, self._num_writes = self._num_writes, self._num_writes + 1
-        write = Frame(FrameType.WRITE, self._ticket.number, seq, Write(piece.first, checksums).encode())
+        write = Write(piece.first, checksums, self._num_grains)
+        frame = Frame(FrameType.WRITE, self._ticket.number, seq, write.encode())
         self._placed.remove(piece.loan)
         self._loans.append(piece.loan)
-        sent = self._lane.announce(self._connection, write, piece.sources, piece.loan)
+        sent = self._lane.announce(self._connection, frame, piece.sources, piece.loan)
+        self._num_spans += piece.loan.num_spans
         before = tuple(sending)
         sending[:] = [] if sent is None else [self._lend(sent)]
         for each in before:

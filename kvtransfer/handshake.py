@@ -16,6 +16,8 @@ from tandem.types import Incarnation
 _FINGERPRINT = "fingerprint."
 _DETAIL = "detail."
 ABSENT = "absent"
+MAX_RANKS = 64
+"""The most ranks of a worker."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +33,8 @@ class Hello:
     fingerprints: tuple[tuple[str, str], ...]
     details: Mapping[str, str] = field(default_factory=dict)
     """See `transport.Lane`; never compared."""
+    num_ranks: int = 1
+    """Ranks that divide the speaker's pool; never compared."""
 
     def encode(self) -> bytes:
         """Payload of a HELLO frame."""
@@ -40,6 +44,8 @@ class Hello:
             "num_blocks": str(self.num_blocks),
             "verify": ",".join(self.verify),
         }
+        if self.num_ranks > 1:
+            fields["num_ranks"] = str(self.num_ranks)
         fields |= {_FINGERPRINT + name: value for name, value in self.fingerprints}
         return encode_fields(fields | {_DETAIL + name: value for name, value in self.details.items()})
 
@@ -60,6 +66,7 @@ class Hello:
             tuple(filter(None, required(fields, "verify").split(","))),
             tuple(with_prefix(fields, _FINGERPRINT).items()),
             with_prefix(fields, _DETAIL),
+            max(1, required_int({"num_ranks": "1"} | fields, "num_ranks", MAX_RANKS)),
         )
 
 

@@ -20,8 +20,8 @@ from tandem.errors import (
     TransferError,
 )
 
-MAX_BLOCKS_PER_WRITE = 4096
-"""The most positions of a WRITE frame."""
+MAX_CHECKSUMS_PER_WRITE = 4096
+"""The most checksums of a WRITE frame: one for each grain of its blocks."""
 OUT_OF_MEMORY = "this host has no memory left for the hand-off"
 _MAX_ERROR_BYTES = 4096
 _WRITE = struct.Struct("<II")
@@ -39,20 +39,27 @@ _ERRORS: Mapping[str, type[TransferError]] = MappingProxyType(
 
 @dataclass(frozen=True, slots=True)
 class Write:
-    """Positions `first, first+1, …` of the sequence's blocks, with the 8 bytes that verify each."""
+    """Positions `first, first+1, …` of the sequence's blocks, with the 8 bytes that verify each grain."""
 
     first: int
     checksums: tuple[int, ...]
+    """Block by block, of each block grain by grain."""
+    num_grains: int = 1
+    """Grains of a block; see `plan`."""
+
+    @property
+    def num_blocks(self) -> int:
+        """Positions written."""
+        return len(self.checksums) // self.num_grains
 
     @property
     def end(self) -> int:
         """The position after the last position written."""
-        return self.first + len(self.checksums)
+        return self.first + self.num_blocks
 
     def encode(self) -> bytes:
         """Payload of a WRITE frame."""
-        n = len(self.checksums)
-        return _WRITE.pack(self.first, n) + struct.pack(f"<{n}Q", *self.checksums)
+        return _WRITE.pack(self.first, self.num_blocks) + struct.pack(f"<{len(self.checksums)}Q", *self.checksums)
 
     @classmethod
     def decode(cls, data: bytes) -> Write:
@@ -60,9 +67,10 @@ class Write:
         if len(data) < _WRITE.size:
             raise FrameError(f"WRITE of {len(data)} bytes is too short")
         first, n = _WRITE.unpack_from(data)
-        if not 0 < n <= MAX_BLOCKS_PER_WRITE or len(data) != _WRITE.size + 8 * n:
-            raise FrameError(f"WRITE of {len(data)} bytes does not hold {n} checksums")
-        return cls(first, struct.unpack_from(f"<{n}Q", data, _WRITE.size))
+        num_checksums, rest = divmod(len(data) - _WRITE.size, 8)
+        if rest or not 0 < n <= num_checksums <= MAX_CHECKSUMS_PER_WRITE or num_checksums % n:
+            raise FrameError(f"WRITE of {len(data)} bytes does not hold checksums of {n} blocks")
+        return cls(first, struct.unpack_from(f"<{num_checksums}Q", data, _WRITE.size), num_checksums // n)
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,9 +15,11 @@ from functools import cache, partial
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from kvtransfer.lane_thread import LaneThread
+from kvtransfer.plan import Plan
 from kvtransfer.pool import Pool
 from shell.config import keep_ucx_off_other_processes
 from tandem.errors import InternalError, PeerLost, TransferError
@@ -60,9 +62,20 @@ class Region(NamedTuple):
 
     memory: str  # DRAM or VRAM
     device: int
-    address: int
-    """Address of block 0."""
+    addresses: tuple[int, ...]
+    """Address of block 0 in each part, by rank."""
     num_blocks: int
+
+
+class _Grains(NamedTuple):
+    """One grain of every block, among the prepared ones of a side."""
+
+    first: int
+    step: int
+
+    def of(self, blocks: Sequence[int]) -> npt.NDArray[np.int32]:
+        """`[n]`."""
+        return np.array(blocks, np.int32) * self.step + self.first
 
 
 class _Piece:
@@ -93,20 +106,24 @@ class Agent(LaneThread):
 
     def __init__(self, pool: Pool) -> None:
         super().__init__("kv-nixl", self.drop)
-        blocks = torch.from_numpy(pool.rows.array) if pool.device is None else pool.device.blocks
-        self._blocks = blocks  # held, so that the memory outlives the agent
+        self._layout = pool.fingerprints.layout
+        parts = [torch.from_numpy(part.array) for part in pool.parts] if pool.device is None else [pool.device.blocks]
+        self._parts = parts  # held, so that the memory outlives the agent
         self._nixl: Any = None
         self._region: Any = None
         self._sides: list[Any] = []
-        """Our blocks and the peer's, prepared: a piece is then two lists of block ids."""
+        """Our grains and the peer's, prepared: a piece is then two lists of their numbers."""
+        self._moves: list[tuple[_Grains, _Grains]] = []
+        """From where to where each grain of a block goes."""
         self._due: deque[_Piece] = deque()
         self._under_way: list[_Piece] = []
 
     @property
     def region(self) -> Region:
         """Where the blocks lie."""
-        device = self._blocks.get_device() if self._blocks.is_cuda else 0
-        return Region("VRAM" if self._blocks.is_cuda else "DRAM", device, self._blocks.data_ptr(), len(self._blocks))
+        blocks = self._parts[0]
+        device, addresses = blocks.get_device() if blocks.is_cuda else 0, tuple(part.data_ptr() for part in self._parts)
+        return Region("VRAM" if blocks.is_cuda else "DRAM", device, addresses, len(blocks))
 
     def start(self, work: Callable[[], T]) -> asyncio.Future[T]:
         """Runs `work`, which calls the methods below, after all that was started before. Raises TransferError."""
@@ -123,18 +140,26 @@ class Agent(LaneThread):
         self._nixl = _made(load())
         region = self.region
         self._region = self._nixl.register_memory(
-            [(region.address, self._blocks.nbytes, region.device, "")], region.memory
+            [(part.data_ptr(), part.nbytes, region.device, "") for part in self._parts], region.memory
         )
         metadata: bytes = self._nixl.get_agent_metadata()
         return metadata
 
     def join(self, metadata: bytes, theirs: Region) -> None:
         """Makes the blocks of a peer a target for `write`."""
-        peer = self._nixl.add_remote_agent(metadata)
-        for agent, region in (("NIXL_INIT_AGENT", self.region), (peer, theirs)):
-            size = self._blocks.shape[1]
-            strided = np.array([(region.address, size, region.device, size, region.num_blocks)], np.uint64)
-            self._sides.append(self._nixl.prep_xfer_dlist(agent, strided, region.memory))
+        peer, ours = self._nixl.add_remote_agent(metadata), self.region
+        plan = Plan.between(self._layout, len(ours.addresses), len(theirs.addresses))
+        size, numbers = self._layout.block_bytes // plan.num_grains, []
+        for agent, region, spans in (("NIXL_INIT_AGENT", ours, plan.source), (peer, theirs, plan.target)):
+            counts = [region.num_blocks * len(span.grains) for span in spans]
+            parts = zip(spans, counts, strict=True)
+            strided = [(region.addresses[span.rank], size, region.device, size, count) for span, count in parts]
+            self._sides.append(self._nixl.prep_xfer_dlist(agent, np.array(strided, np.uint64), region.memory))
+            firsts = np.cumsum([0, *counts]).tolist()
+            numbers.append({span.rank: (first, len(span.grains)) for span, first in zip(spans, firsts, strict=False)})
+        for move in plan.moves():
+            (first, step), (to, to_step) = numbers[0][move.source], numbers[1][move.target]
+            self._moves.append((_Grains(first + move.source_place, step), _Grains(to + move.target_place, to_step)))
 
     def write(
         self, sources: Sequence[int], targets: Sequence[int], digests: Callable[[], tuple[int, ...]], patience_s: float
@@ -201,9 +226,9 @@ class Agent(LaneThread):
         if not self._sides:
             raise PeerLost("the link to the peer's agent has ended")
         ours, theirs = self._sides
-        piece.transfer = self._nixl.make_prepped_xfer(
-            "WRITE", ours, np.array(piece.sources, np.int32), theirs, np.array(piece.targets, np.int32)
-        )
+        sources = np.concatenate([source.of(piece.sources) for source, _ in self._moves])
+        targets = np.concatenate([target.of(piece.targets) for _, target in self._moves])
+        piece.transfer = self._nixl.make_prepped_xfer("WRITE", ours, sources, theirs, targets)
         self._under_way.append(piece)
         piece.state = self._nixl.transfer(piece.transfer)
         piece.checksums = piece.digests()

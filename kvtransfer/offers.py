@@ -23,6 +23,7 @@ import numpy as np
 
 from kvtransfer.base import BlockRef, BlockRefs, HandoffListener
 from kvtransfer.messages import Commit, Write, digest_of
+from kvtransfer.plan import WHOLE, Place
 from kvtransfer.ticket import MAX_BLOCKS, NONCE_BYTES, Ticket, check_shown
 from shell.clock import Clock, Deadline
 from tandem.errors import ChecksumMismatch, FrameError, InternalError, TicketRefused, TransferError
@@ -49,11 +50,19 @@ class Incoming:
         self.show_by = show_by
         self.writer: Writer | None = None
         self.state = TransferState.OFFERED
-        self._checksums = np.zeros(len(ticket.blocks), np.uint64)
-        """Checksums as announced, in the offer's order."""
+        self.places: Sequence[Place] = WHOLE
+        """What is verified of each block: the grain that lies in each of these places."""
+        self._checksums = np.zeros((len(ticket.blocks), 1), np.uint64)
+        """Checksums as announced, in the offer's order: `[n, grains]`."""
         self._is_claimed = np.zeros(len(ticket.blocks), bool)
         self._num_writes = 0
         self._num_verified = 0
+
+    def open(self, writer: Writer, places: Sequence[Place]) -> None:
+        """The ticket was shown by `writer`."""
+        self.writer, self.places = writer, places
+        num_grains = 1 + max(place.grain for place in places)
+        self._checksums = np.zeros((len(self.ticket.blocks), num_grains), np.uint64)
 
     def move(self, to: TransferState) -> None:
         """Raises InternalError on a move that the table of states does not have."""
@@ -63,22 +72,33 @@ class Incoming:
         """Takes positions for a WRITE, each once. Returns their blocks; raises FrameError."""
         if seq != self._num_writes:
             raise FrameError(f"WRITE {seq} came where {self._num_writes} was due")
+        num_grains = self._checksums.shape[1]
+        if write.num_grains != num_grains:
+            raise FrameError(f"WRITE of blocks in {write.num_grains} grains where {num_grains} were agreed")
         first, end = self.ticket.first_block, self.ticket.end
         if not first <= write.first <= write.end <= end:
             raise FrameError(f"WRITE of positions {write.first}:{write.end} leaves the offer of {first}:{end}")
         span = slice(write.first - first, write.end - first)
         if self._is_claimed[span].any():
             raise FrameError(f"WRITE of positions {write.first}:{write.end} repeats a block")
-        self._checksums[span], self._is_claimed[span] = write.checksums, True
+        self._checksums[span] = np.array(write.checksums, np.uint64).reshape(-1, num_grains)
+        self._is_claimed[span] = True
         self._num_writes += 1
         return tuple(self.ticket.blocks.block_ids[span].tolist())
 
     def verify(self, write: Write, found: tuple[int, ...]) -> None:
         """Compares what lies in the blocks with what was announced. Raises ChecksumMismatch."""
-        if found != write.checksums:
-            differs = next(i for i, pair in enumerate(zip(write.checksums, found, strict=True)) if pair[0] != pair[1])
-            raise ChecksumMismatch(f"block at position {write.first + differs} differs from what was announced")
-        self._num_verified += len(found)
+        if found != write.checksums:  # equal: nothing lies in two places
+            self._compare(write, found)
+        self._num_verified += write.num_blocks
+
+    def _compare(self, write: Write, found: tuple[int, ...]) -> None:
+        announced = np.array(write.checksums, np.uint64).reshape(write.num_blocks, -1)
+        expected = announced[:, [place.grain for place in self.places]]
+        differs = np.array(found, np.uint64).reshape(expected.shape) != expected
+        for block, place in np.argwhere(differs)[:1].tolist():
+            where = f" of rank {self.places[place].rank}" if len(self.places) > 1 else ""
+            raise ChecksumMismatch(f"block{where} at position {write.first + block} differs from what was announced")
 
     def check_commit(self, commit: Commit) -> None:
         """Raises FrameError unless every block is verified, ChecksumMismatch on another digest."""
@@ -133,8 +153,10 @@ class OfferTable:
         self._lent[block_ids] = True
         return ticket
 
-    def show(self, number: int, shown: bytes, writer: Writer) -> None:
-        """Opens the offer for `writer`. Raises TicketRefused, or what its listener refuses with.
+    def show(self, number: int, shown: bytes, writer: Writer, places: Sequence[Place] = WHOLE) -> None:
+        """Opens the offer for `writer`, who fills these places of each block.
+
+        Raises TicketRefused, or what its listener refuses with.
 
         A ticket that is not exactly what was minted leaves the offer as it was.
         """
@@ -155,7 +177,7 @@ class OfferTable:
             refusal = _told(number, error)
             self._end_failed(number, incoming, refusal)
             raise refusal from error
-        incoming.writer = writer
+        incoming.open(writer, places)
         self.num_shown += 1
 
     def is_receiving(self, number: int) -> bool:

@@ -19,7 +19,8 @@ from typing import Final, TypeVar
 
 import torch
 
-from kvtransfer.base import Fingerprints, PoolMemory
+from kvtransfer.base import Fingerprints, PartMemory, PoolMemory
+from kvtransfer.grain_rows import GrainRows
 from kvtransfer.ring import Ring
 from kvtransfer.rows import RowIds, Rows
 from tandem.errors import ConfigError, InternalError
@@ -41,26 +42,26 @@ class Pool:
     def __init__(self, memory: PoolMemory, fingerprints: Fingerprints) -> None:
         """Raises ConfigError if the rows are not in host memory, InternalError if they are misshapen or too few."""
         blocks = memory.blocks
-        if blocks.device.type != "cpu":
-            raise ConfigError("transport", f"no transport reaches rows on {blocks.device}; give those of its ring")
-        expected = fingerprints.layout.block_bytes
-        if blocks.dtype != torch.uint8 or blocks.ndim != 2 or blocks.shape[1] != expected:
-            raise InternalError(f"pool is {blocks.dtype} {tuple(blocks.shape)}, not uint8 [N, {expected}]")
-        if not blocks.is_contiguous():
-            raise InternalError("pool's blocks are not contiguous")
+        parts = (PartMemory(blocks, memory.shared_fd), *memory.followers)
+        for part in parts:
+            _check(part.blocks, (len(blocks), fingerprints.layout.part(len(parts)).block_bytes))
+        if memory.followers and (memory.staging is not None or memory.device is not None):
+            raise InternalError("a pool on a device has no parts in host memory")
         self.incarnation: Final = memory.incarnation
         self.fingerprints = fingerprints
-        self.shared_fd: Final = memory.shared_fd
-        """memfd that holds `rows`, if they lie in shared memory; owned by the pool's owner."""
+        self.shared_fds: Final = tuple(part.shared_fd for part in parts if part.shared_fd is not None)
+        """memfd of each of `parts`, if these lie in shared memory, else fewer; owned by the pool's owner."""
         self.device: Final = memory.device
         """The pool itself where that lies on a GPU; a step that has returned has written its KV there."""
         self._staging = memory.staging
         self.is_staged: Final = self._staging is not None
         """Whether blocks pass through `rows`, and do not lie there."""
         self.num_blocks: Final = len(blocks) if self._staging is None else self._staging.num_blocks
-        self.block_bytes: Final[int] = expected
-        self.rows: Final = Rows(blocks.numpy())
-        """What transports of host memory reach."""
+        self.block_bytes: Final[int] = fingerprints.layout.block_bytes
+        self.parts: Final = tuple(Rows(part.blocks.numpy()) for part in parts)
+        """What transports of host memory reach, by rank."""
+        self.rows: Final = self.parts[0]
+        """All there is, unless ranks divide the pool."""
         self.arriving, self.leaving = Ring(), Ring()
         self._slices: list[range] = []
         if self.is_staged:
@@ -76,9 +77,9 @@ class Pool:
         """Takes a slice back: its peer is proven unable to write there."""
         self._slices.append(rows)
 
-    async def checksums(self, rows: Sequence[int]) -> tuple[int, ...]:
-        """Returns xxh3-64 of each row, as the row lies in memory now."""
-        return await self.start(lambda: self.rows.checksums(rows), len(rows) * self.block_bytes)
+    async def checksums(self, of: GrainRows, rows: Sequence[int]) -> tuple[int, ...]:
+        """See `GrainRows.checksums`."""
+        return await self.start(lambda: of.checksums(rows), len(rows) * self.block_bytes)
 
     async def stage(self, blocks: Sequence[BlockId], rows: Sequence[int]) -> None:
         """Brings blocks into `rows`, where they are not there already. Raises TransferError; see `base.Staging`."""
@@ -90,13 +91,15 @@ class Pool:
         if self._staging is not None:
             await self._staging.copy_in(self.rows, rows, blocks)
 
-    async def copy_to(self, peer: Rows, blocks: Sequence[BlockId], rows: Sequence[int]) -> tuple[int, ...]:
-        """Copies block `blocks[i]` into row `rows[i]` of `peer`. Returns the checksums. Raises TransferError."""
-        num_bytes = len(blocks) * self.block_bytes
+    async def copy_out(self, peer: GrainRows, blocks: Sequence[BlockId], rows: Sequence[int]) -> tuple[int, ...]:
+        """Copies blocks of a staged pool into a peer's rows of whole blocks. Returns the checksums.
+
+        Raises TransferError.
+        """
         if self._staging is None:
-            return await self.start(lambda: self.rows.copy_to(peer, blocks, rows), num_bytes)
-        await self._staging.copy_out(blocks, peer, rows)
-        return await self.start(lambda: peer.checksums(rows), num_bytes)
+            raise InternalError("blocks of a pool in host memory are copied from there")
+        await self._staging.copy_out(blocks, peer.parts[0], rows)
+        return await self.checksums(peer, rows)
 
     def start(self, work: Callable[[], T], num_bytes: int) -> asyncio.Future[T]:
         """Runs `work`, which touches `num_bytes`, here if small, else on this pool's thread.
@@ -113,18 +116,19 @@ class Pool:
         return loop.run_in_executor(self._thread, work)
 
     def make_ready(self, block_ids: RowIds) -> None:
-        """Populates the memory of blocks that a hand-off will write soon, if they lie in `rows`. Never waits."""
+        """Populates the memory of blocks that a hand-off will write soon, if they lie in `parts`. Never waits."""
         if not self.is_staged:
-            self.populate(self.rows, block_ids)
+            self.populate(self.parts, block_ids)
 
-    def populate(self, memory: Rows, ids: RowIds) -> None:
+    def populate(self, parts: Sequence[Rows], ids: RowIds) -> None:
         """Calls `Rows.populate` for untouched rows, on another thread than `start` uses. Never waits."""
-        untouched = memory.untouched(ids)
-        if not len(untouched):
-            return
-        if self._populating is None:
-            self._populating = ThreadPoolExecutor(max_workers=1, thread_name_prefix="kv-populate")
-        self._populating.submit(memory.populate, untouched)
+        for part in parts:
+            untouched = part.untouched(ids)
+            if not len(untouched):
+                continue
+            if self._populating is None:
+                self._populating = ThreadPoolExecutor(max_workers=1, thread_name_prefix="kv-populate")
+            self._populating.submit(part.populate, untouched)
 
     def close(self) -> None:
         """Waits for the thread (pieces are small) and gives the memory back. Idempotent."""
@@ -134,7 +138,8 @@ class Pool:
         if self._populating is not None:
             self._populating.shutdown(wait=False, cancel_futures=True)  # it ends once its memory is closed
             self._populating = None
-        self.rows.close()
+        for part in self.parts:
+            part.close()
 
     def _divide(self, num_rows: int) -> None:
         """Cuts the rows of a staged pool into their parts."""
@@ -144,3 +149,11 @@ class Pool:
         size = max(1, lent // MAX_SLICES)
         self._slices = [range(first, first + size) for first in range(0, lent - size + 1, size)][:MAX_SLICES]
         self.arriving, self.leaving = Ring(range(lent, arriving)), Ring(range(arriving, num_rows))
+
+
+def _check(blocks: torch.Tensor, shape: tuple[int, int]) -> None:
+    """Raises ConfigError, InternalError: see `Pool`."""
+    if blocks.device.type != "cpu":
+        raise ConfigError("transport", f"no transport reaches rows on {blocks.device}; give those of its ring")
+    if blocks.dtype != torch.uint8 or blocks.shape != shape or not blocks.is_contiguous():
+        raise InternalError(f"pool is {blocks.dtype} {tuple(blocks.shape)}, not contiguous uint8 {shape}")

@@ -25,6 +25,8 @@ class Loan:
         """`rows`: one per block, or none where blocks need no row; `give_back` gets them, once."""
         self.num_blocks = num_blocks
         self.rows = rows
+        self.num_spans = 0
+        """Spans of memory in which the lane wrote or sent the blocks: its descriptors, system calls or copies."""
         self._give_back = give_back
 
     def rows_for(self, blocks: Sequence[int]) -> Sequence[int]:

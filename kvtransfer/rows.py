@@ -39,10 +39,14 @@ class Rows:
     def __init__(self, array: ByteRows) -> None:
         self.array = array
         """`[R, row_bytes]`; `[0, row_bytes]` once closed."""
-        self._row_bytes: int = array.shape[1]
+        self.row_bytes: int = array.shape[1]
         self._bytes = array.reshape(-1).data  # [R * row_bytes]
         self._is_touched = np.zeros(len(array), bool)
         self._populating = threading.Lock()
+
+    def cut(self, count: int) -> Rows:
+        """Returns the same memory as rows of a `count`-th of the bytes, to be closed first."""
+        return Rows(self.array.reshape(len(self.array) * count, -1))
 
     def spans(self, ids: Iterable[int]) -> list[memoryview]:
         """Returns the rows' bytes in order, writable; neighbouring rows share a span."""
@@ -52,19 +56,19 @@ class Rows:
                 runs[-1] = (runs[-1][0], runs[-1][1] + 1)
             else:
                 runs.append((row, 1))
-        size = self._row_bytes
+        size = self.row_bytes
         return [self._bytes[first * size : (first + count) * size] for first, count in runs]
 
     def checksums(self, ids: Sequence[int]) -> tuple[int, ...]:
         """Returns xxh3-64 with seed 0 of each row as it lies in memory now."""
-        native = _native(self._row_bytes)
+        native = _native(self.row_bytes)
         if native is not None:
             return native.digests(self.array, tuple(ids))
         return tuple(xxhash.xxh3_64_intdigest(self.array[row].data) for row in ids)
 
     def copy_to(self, target: Rows, ids: Sequence[int], target_ids: Sequence[int]) -> tuple[int, ...]:
         """Copies row `ids[i]` to row `target_ids[i]` of `target`. Returns the checksums of what was copied."""
-        native = _native(self._row_bytes)
+        native = _native(self.row_bytes)
         if native is not None:
             return native.copy(self.array, ids, target.array, target_ids)
         pairs = zip(ids, target_ids, strict=True)
@@ -84,14 +88,14 @@ class Rows:
         madvise = _madvise()
         if madvise is None:
             return
-        step = max(1, _POPULATED_BYTES // self._row_bytes)
+        step = max(1, _POPULATED_BYTES // self.row_bytes)
         for run in np.split(ids, np.flatnonzero(np.diff(ids.astype(np.int64)) != 1) + 1):
             for start in range(0, len(run), step):
                 with self._populating:
                     if not len(self.array):
                         return  # closed
-                    begin = self.array.ctypes.data + int(run[start]) * self._row_bytes
-                    end = begin + len(run[start : start + step]) * self._row_bytes
+                    begin = self.array.ctypes.data + int(run[start]) * self.row_bytes
+                    end = begin + len(run[start : start + step]) * self.row_bytes
                     begin -= begin % mmap.PAGESIZE
                     madvise(begin, end - begin, _MADV_POPULATE_WRITE)  # where it fails, the writer will find out
 
@@ -99,7 +103,7 @@ class Rows:
         """Gives the memory back. Idempotent."""
         with self._populating:
             self._bytes.release()
-            self.array = np.empty((0, self._row_bytes), np.uint8)
+            self.array = np.empty((0, self.row_bytes), np.uint8)
 
 
 def _copy_row(row: ByteRows, target: ByteRows) -> int:

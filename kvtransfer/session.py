@@ -143,7 +143,7 @@ class Session:
     def _show(self, frame: Frame) -> None:
         number = frame.transfer
         try:
-            self._table.show(number, frame.payload, self)
+            self._table.show(number, frame.payload, self, self._lane.places)
         except TransferError as error:
             self._connection.send(Frame(FrameType.REFUSED, number, payload=encode_error(error)))
             return
@@ -154,7 +154,7 @@ class Session:
 
     async def _write(self, frame: Frame) -> None:
         number, write = frame.transfer, Write.decode(frame.payload)
-        num_bytes = len(write.checksums) * self._pool.block_bytes
+        num_bytes = write.num_blocks * self._pool.block_bytes
         blocks = self._table.claim(number, frame.seq, write) if number in self._open else None
         if blocks is None:  # late, or wrong
             await self._drop_payload(write)
@@ -172,7 +172,7 @@ class Session:
 
     async def _drop_payload(self, write: Write) -> None:
         """What follows the WRITE has to leave the connection, for the next frame to be one."""
-        num_bytes = len(write.checksums) * self._pool.block_bytes
+        num_bytes = write.num_blocks * self._pool.block_bytes
         await self._lane.receive(self._connection, (), num_bytes, lambda: False)
 
     async def _judge(self, number: int, write: Write, blocks: tuple[BlockId, ...]) -> None:

@@ -34,13 +34,15 @@ from kernels.digest import MIX64
 from kvtransfer.connection import Connection
 from kvtransfer.device_work import DeviceWork
 from kvtransfer.frame import Frame
+from kvtransfer.grain_rows import GrainRows
 from kvtransfer.handshake import Hello, fingerprint_fields
 from kvtransfer.lane_thread import LaneThread
+from kvtransfer.plan import WHOLE, Place, Plan, distinct, places
 from kvtransfer.pool import Pool
 from kvtransfer.ring import Loan, Ring
 from kvtransfer.rows import XXH3, RowIds
 from shell.thread_work import to_the_end
-from tandem.errors import TransferError
+from tandem.errors import ConfigError, TransferError
 from tandem.security.tls import ClientTls, ServerTls
 from tandem.types import BlockId
 
@@ -86,12 +88,18 @@ class Lane:
     """The transport's."""
     verify: tuple[str, ...]
     """Ways to verify a block that this end can do, best first. Each is 8 bytes per block."""
+    splits = False
+    """Whether blocks can travel between pools that ranks divide."""
     details: Fields = MappingProxyType({})
     """What the transport's other end has to know: part of HELLO."""
 
     def __init__(self, pool: Pool, work: DeviceWork | None = None) -> None:
         """`work` computes the digests of a pool on a GPU; None = the blocks lie in host memory."""
         self._pool = pool
+        self._plan = Plan.between(pool.fingerprints.layout, len(pool.parts), len(pool.parts))
+        """Between this pool and the peer's, once hands were shaken; before, between this pool and one alike."""
+        self._rows = GrainRows(pool.parts, self._plan.source)
+        """What the lane reads or writes where the blocks lie in this side's rows."""
         self._work = work
         self._threads: list[LaneThread] = [] if work is None else [work]
         """Ended with the lane."""
@@ -100,13 +108,21 @@ class Lane:
     def hello(self) -> Hello:
         """What this end says of itself."""
         prints = fingerprint_fields(self._pool.fingerprints)
-        return Hello(self._pool.incarnation, self.name, self._pool.num_blocks, self.verify, prints, self.details)
+        pool = self._pool
+        return Hello(pool.incarnation, self.name, pool.num_blocks, self.verify, prints, self.details, len(pool.parts))
 
     async def secure(self, connection: Connection) -> None:
         """Before the first frame: encryption, if any. The caller sets the deadline. Raises TransferError."""
 
-    def attach(self, theirs: Hello, verify: str) -> None:
-        """Hands were shaken: blocks are verified by `verify`. Raises TransferError."""
+    def _follow(self, num_sources: int, num_targets: int) -> Plan:
+        """Returns the plan between pools of these sizes. Raises TransferError."""
+        try:
+            plan = Plan.between(self._pool.fingerprints.layout, num_sources, num_targets)
+        except ConfigError as error:
+            raise TransferError(f"no way from {num_sources} ranks to {num_targets}: {error}") from error
+        if not (plan.is_whole or self.splits):
+            raise TransferError(f"{self.name} does not reach pools that ranks divide; shm and tcp do")
+        return plan
 
     async def prepare(self) -> None:
         """After `attach`, before anything else: what takes time. What a receiving lane adds to `details` here, the
@@ -115,10 +131,13 @@ class Lane:
 
     async def checksums(self, blocks: Sequence[BlockId]) -> tuple[int, ...]:
         """The 8 bytes that verify each of this side's blocks, of what lies there now. Raises TransferError."""
-        return await (self._pool if self._work is None else self._work).checksums(blocks)
+        if self._work is not None:
+            return await self._work.checksums(blocks)
+        return await self._pool.checksums(self._rows, blocks)
 
     def close(self) -> None:
         """Releases everything that is the peer's; nothing of this lane may be running. Idempotent, never waits."""
+        self._rows.close()
         for thread in self._threads:
             thread.end()
 
@@ -138,12 +157,22 @@ class SendingLane(Lane):
     passed_over = ""
     """Transports that come before this one, and why they were passed over, for people; set by who dialled."""
 
+    @property
+    def num_grains(self) -> int:
+        """Grains of a block, each with a checksum of its own."""
+        return self._plan.num_grains
+
     def __init__(self, pool: Pool, ring: Ring | None = None, work: DeviceWork | None = None) -> None:
         """`ring`: whose rows the blocks of a WRITE pass through; None = they need none."""
         super().__init__(pool, work)
         self._ring = ring or Ring()
         self.piece_bytes = PIECE_BYTES if work is None else DEVICE_PIECE_BYTES
         """Most payload of one WRITE, which holds at least one block."""
+
+    def attach(self, theirs: Hello, verify: str) -> None:
+        """Hands were shaken: blocks are verified by `verify`. Raises TransferError."""
+        self._plan = self._follow(len(self._pool.parts), theirs.num_ranks)
+        self._rows = GrainRows(self._pool.parts, self._plan.source)
 
     async def receive_hello(self, connection: Connection) -> Frame:
         """Returns the receiver's first frame, and takes what came along. Raises TransferError."""
@@ -165,11 +194,12 @@ class SendingLane(Lane):
 
         Returns the 8 bytes that verify each block. Never cancelled; raises TransferError.
         """
+        loan.num_spans = len(sources)
         if self._work is not None:
             return await self._work.checksums(sources)
         rows = loan.rows_for(sources)
         await self._pool.stage(sources, rows)
-        return await self._pool.checksums(rows)
+        return await self._pool.checksums(self._rows, rows)
 
     def announce(
         self, connection: Connection, write: Frame, sources: Sequence[BlockId], loan: Loan
@@ -189,6 +219,15 @@ class ReceivingLane(Lane):
 
     False = only `receive` and `settle` write, and nothing is written once they have returned.
     """
+    places: tuple[Place, ...] = WHOLE
+    """What `checksums` returns of each block: the grains in these places."""
+
+    def attach(self, theirs: Hello, verify: str) -> None:
+        """Hands were shaken: blocks are verified by `verify`. Raises TransferError."""
+        self._plan = self._follow(theirs.num_ranks, len(self._pool.parts))
+        spans = self._plan.target if self.peer_writes else distinct(self._plan.target)
+        self.places = places(spans)
+        self._rows = GrainRows(self._pool.parts, spans)
 
     def send_hello(self, connection: Connection, hello: Frame) -> None:
         """Sends this side's first frame, and what has to come along with it. Raises TransferError."""
@@ -236,6 +275,8 @@ class Transport(Protocol):
 
     name: str
     """The transport's name in `--transport`."""
+    splits: bool
+    """Whether the transport moves blocks between pools that ranks divide."""
     gpu_each: bool
     """Whether the transport connects only pools that lie on different GPUs."""
     dial_s: float | None

@@ -271,7 +271,7 @@ class Prompts:
         if request not in self._live:
             return  # it was released just now
         request.router.handoff_done(request.handle, report.num_bytes, report.seconds, report.route)
-        request.events.emit(Transferred(report.num_bytes, report.seconds, report.transport))
+        request.events.emit(Transferred(report.num_bytes, report.seconds, report.transport, report.num_spans))
         self._owner.end(request)
 
     def request_failed(self, request: Request, error: TandemError) -> None:

@@ -1,16 +1,17 @@
 """How KV lies in memory: shape, bytes per block, fingerprint. Shared by engine and transfer.
 
-A pool is one tensor `[N, Hkv, L, 2, S, D]` in memory, read as `[N, L, 2, Hkv, S, D]`; a block is one contiguous span
-of bytes across all layers: the unit of allocation, transfer and checksum. Heads come first, so that the heads of one
-worker of several are one span of each block too. Quantised KV has a scale per token, head and side: behind the S * D
-elements of each head and side of a layer lie its S scales, float32.
+A pool is one tensor `[N, Hkv, L, 2, S, D]` in memory, read as `[N, L, 2, Hkv, S, D]`; a block is one contiguous span of
+bytes across all layers: the unit of allocation, transfer and checksum. Heads come first, so that the heads of one rank
+of a tensor-parallel worker are one span of each block too. Quantised KV has a scale per token, head and side: behind
+the S * D elements of each head and side of a layer lie its S scales, float32.
 """
 
 from __future__ import annotations
 
 import hashlib
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 
+from tandem.errors import ConfigError
 from tandem.str_enum import StrEnum
 
 
@@ -79,6 +80,16 @@ class KvLayout:
     def blocks_for(self, num_tokens: int) -> int:
         """Blocks that hold `num_tokens` tokens."""
         return -(-num_tokens // self.block_size)
+
+    def part(self, num_ranks: int) -> KvLayout:
+        """Returns the layout of one rank's part of the blocks, where `num_ranks` ranks divide the heads.
+
+        Ranks that outnumber the heads share them: each holds one head. Raises ConfigError where that is uneven.
+        """
+        heads = self.num_kv_heads
+        if heads % num_ranks and num_ranks % heads:
+            raise ConfigError("--tensor-parallel", f"{num_ranks} ranks cannot share {heads} K/V heads")
+        return replace(self, num_kv_heads=max(1, heads // num_ranks))
 
     def fields(self) -> dict[str, str]:
         """Each dimension by name, for comparisons that must say what differs."""

@@ -118,6 +118,7 @@ class PumpedTransport:
 
     def __init__(self, inner: Transport) -> None:
         self.name, self.gpu_each, self.dial_s = inner.name, inner.gpu_each, inner.dial_s
+        self.splits = inner.splits
         self._inner = inner
         self.cables: list[Cable] = []
         self.dialling = 0

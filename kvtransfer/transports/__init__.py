@@ -48,9 +48,17 @@ def usable(device: torch.device | str) -> tuple[str, ...]:
     return tuple(status.name for status in available(device) if status.usable)
 
 
-def choose(choice: str, device: torch.device | str) -> tuple[tuple[str, ...], Decision]:
-    """`auto` or one name as the transports to offer, best first, and why. Raises ConfigError if none works here."""
-    statuses = available(device)
+def choose(choice: str, device: torch.device | str, num_ranks: int = 1) -> tuple[tuple[str, ...], Decision]:
+    """`auto` or one name as the transports to offer, best first, and why. Raises ConfigError if none works here.
+
+    `num_ranks` divide the pool.
+    """
+    statuses = [
+        TransportStatus(status.name, False, "it does not reach pools that ranks divide")
+        if num_ranks > 1 and status.usable and not transport.splits
+        else status
+        for transport, status in zip(TRANSPORTS, available(device), strict=True)
+    ]
     names = tuple(status.name for status in statuses if status.usable and choice in (AUTO, status.name))
     if not names:
         reason = "; ".join(status.reason for status in statuses if choice in (AUTO, status.name))

@@ -34,7 +34,7 @@ from kvtransfer.transports.same_host import (
     cannot_watch,
     dial,
     elsewhere,
-    receive_with_descriptor,
+    receive_with_descriptors,
 )
 from tandem.errors import ConfigError, TransferError
 from tandem.security.tls import ClientTls
@@ -56,6 +56,7 @@ class CudaIpcTransport:
     """Implements `transport.Transport`. Plain: the kernel names the peer's user, and nothing leaves the machine."""
 
     name = NAME
+    splits = False
     gpu_each = False
     dial_s: float | None = None
 
@@ -219,12 +220,15 @@ class _SendingLane(SendingLane):
     async def receive_hello(self, connection: Connection) -> Frame:
         """Maps what came along: off the loop, since a large allocation takes its time."""
         self._connection = connection
-        frame, descriptor = await receive_with_descriptor(connection)
-        if descriptor is not None:  # else it refuses us, and says why in its HELLO
-            await self._work.run(partial(self._copier.open, descriptor))
+        frame, descriptors = await receive_with_descriptors(connection)
+        for descriptor in descriptors[1:]:  # none that we would take
+            os.close(descriptor)
+        if descriptors:  # else it refuses us, and says why in its HELLO
+            await self._work.run(partial(self._copier.open, descriptors[0]))
         return frame
 
     def attach(self, theirs: Hello, verify: str) -> None:
+        super().attach(theirs, verify)
         if not self._copier.is_open:
             raise TransferError("the peer did not share its memory")
         if theirs.num_blocks * self._pool.block_bytes > self._copier.size_bytes:
@@ -235,6 +239,7 @@ class _SendingLane(SendingLane):
         size, pieces = self._pool.block_bytes, []
         for source, target, count in _runs(sources, targets):
             pieces.append((target * size, self._source + source * size, count * size))
+        loan.num_spans = len(pieces)
         try:
             return await self._work.run(partial(self._copier.copy, pieces, partial(self._work.digests, sources)))
         except TransferError as error:
@@ -261,7 +266,7 @@ class _ReceivingLane(SharingLane):
     name = NAME
 
     def __init__(self, pool: Pool, memory: DeviceMemory, shared_fd: int, sock: socket.socket) -> None:
-        super().__init__(pool, shared_fd, sock, DeviceWork(memory.blocks))
+        super().__init__(pool, (shared_fd,), sock, DeviceWork(memory.blocks))
 
 
 def _ordinal(memory: DeviceMemory) -> int:

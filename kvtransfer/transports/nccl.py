@@ -52,6 +52,7 @@ class NcclTransport:
     """Implements `transport.Transport`. Counts its communicators, because the GPU has room for few."""
 
     name = NAME
+    splits = False
     gpu_each = True
     dial_s: float | None = 30.0  # a process's first communicator loads the library, looks for networks: often 3 to 10 s
 
@@ -163,6 +164,7 @@ class _SendingLane(tcp.NetworkSendingLane):
         return frame
 
     def attach(self, theirs: Hello, verify: str) -> None:
+        super().attach(theirs, verify)
         if self._begun is not None:
             self._begun.result()
 
@@ -192,6 +194,7 @@ class _ReceivingLane(tcp.NetworkReceivingLane):
         self._communicator.watch(connection.sock)
 
     def attach(self, theirs: Hello, verify: str) -> None:
+        super().attach(theirs, verify)
         self._communicator.begin(_unique_id(theirs), rank=1)
 
     async def receive(

@@ -35,6 +35,7 @@ from kvtransfer.device_work import DeviceWork
 from kvtransfer.fields import required, required_int
 from kvtransfer.handshake import Hello
 from kvtransfer.nixl_agent import Agent, Region, load
+from kvtransfer.plan import places
 from kvtransfer.pool import Pool
 from kvtransfer.ring import Loan
 from kvtransfer.transport import Acceptor, Fields, ListenOptions, SendingLane, TransportStatus
@@ -62,6 +63,7 @@ class NixlTransport:
     """Implements `transport.Transport`."""
 
     name = NAME
+    splits = True
     gpu_each = False
     dial_s: float | None = None
 
@@ -108,6 +110,7 @@ class _SendingLane(tcp.NetworkSendingLane):
     """Writes pieces into the peer's blocks."""
 
     name = NAME
+    splits = True
 
     def __init__(self, pool: Pool, host: str, tls: ClientTls | None) -> None:
         super().__init__(pool, host, tls, work=_device_work(pool))
@@ -125,15 +128,21 @@ class _SendingLane(tcp.NetworkSendingLane):
         self._opening.add_done_callback(_log_failure)
 
     def attach(self, theirs: Hello, verify: str) -> None:
+        super().attach(theirs, verify)
+        if self._work is not None and not self._plan.is_whole:
+            raise TransferError("nixl digests blocks of a GPU whole, and ranks divide the peer's pool; use tcp")
         try:
             metadata = base64.b64decode(required(theirs.details, "agent"), validate=True)
         except binascii.Error as error:
             raise TransferError("what the peer says of its agent is not in base64") from error
         memory, device = required(theirs.details, "memory"), required_int(theirs.details, "device", 2**16)
-        address = required_int(theirs.details, "address", 2**64 - 1)
+        texts = required(theirs.details, "addresses").split(",")
+        addresses = tuple(required_int({"address": text}, "address", 2**64 - 1) for text in texts)
+        if len(addresses) != theirs.num_ranks:
+            raise TransferError(f"the peer of {theirs.num_ranks} ranks names {len(addresses)} addresses")
         if memory not in {"DRAM", "VRAM"}:
             raise TransferError("the peer's blocks are neither in DRAM nor in VRAM")
-        self._peer = metadata, Region(memory, device, address, theirs.num_blocks)
+        self._peer = metadata, Region(memory, device, addresses, theirs.num_blocks)
 
     async def prepare(self) -> None:
         if self._opening is None or self._peer is None:
@@ -142,7 +151,8 @@ class _SendingLane(tcp.NetworkSendingLane):
         await self._agent.start(partial(self._agent.join, *self._peer))
 
     async def place(self, sources: Sequence[BlockId], targets: Sequence[BlockId], loan: Loan) -> tuple[int, ...]:
-        connection, digests = self._connection, self._pool.rows.checksums if self._work is None else self._work.digests
+        connection, digests = self._connection, self._rows.checksums if self._work is None else self._work.digests
+        loan.num_spans = len(sources) * len(places(self._plan.target))
         if connection is None:
             raise InternalError("a lane places blocks before it is secured")
         try:
@@ -156,7 +166,7 @@ class _ReceivingLane(tcp.NetworkReceivingLane):
     """Has an agent from the handshake on, and takes in what comes while a transfer is open."""
 
     name = NAME
-
+    splits = True
     peer_writes = True
 
     def __init__(self, pool: Pool, tls: ServerTls | None) -> None:
@@ -171,7 +181,7 @@ class _ReceivingLane(tcp.NetworkReceivingLane):
             "agent": base64.b64encode(metadata).decode(),
             "memory": region.memory,
             "device": str(region.device),
-            "address": str(region.address),
+            "addresses": ",".join(map(str, region.addresses)),
         }
 
     def expect(self, num_transfers: int) -> None:

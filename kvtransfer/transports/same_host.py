@@ -1,7 +1,7 @@
 """What transports between processes of one machine and one user have in common: they meet at an abstract Unix socket.
 
-The receiver passes the descriptor of the memory that the sender is to map with its HELLO (SCM_RIGHTS), so that a killed
-process leaves nothing behind. Only a peer with our own user id gets it. Since the peer itself then writes, its
+The receiver passes descriptors of the memory that the sender is to map with its HELLO (SCM_RIGHTS), so that a killed
+process leaves nothing behind. Only a peer with our own user id gets them. Since the peer itself then writes, its
 connection's end proves nothing; an orderly BYE does, or its process's death, watched through a pidfd that is taken from
 the socket.
 """
@@ -14,11 +14,12 @@ import secrets
 import socket
 import struct
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from kvtransfer.connection import Connection
 from kvtransfer.device_work import DeviceWork
 from kvtransfer.frame import HEADER_BYTES, Frame
+from kvtransfer.handshake import MAX_RANKS
 from kvtransfer.pool import Pool
 from kvtransfer.transport import Acceptor, Fields, ReceivingLane
 from kvtransfer.transports.host import connected, listening
@@ -60,11 +61,11 @@ async def dial(name: str) -> socket.socket:
     return await connected(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM), "\0" + name)
 
 
-async def receive_with_descriptor(connection: Connection) -> tuple[Frame, int | None]:
-    """The connection's first frame and the descriptor passed with it, owned by the caller."""
+async def receive_with_descriptors(connection: Connection) -> tuple[Frame, list[int]]:
+    """The connection's first frame and the descriptors passed with it, owned by the caller."""
     await readable(connection.sock)
     try:
-        first, descriptors, _, _ = socket.recv_fds(connection.sock, HEADER_BYTES, 1, socket.MSG_CMSG_CLOEXEC)
+        first, descriptors, _, _ = socket.recv_fds(connection.sock, HEADER_BYTES, MAX_RANKS, socket.MSG_CMSG_CLOEXEC)
     except OSError as error:
         raise PeerLost(f"connection failed: {error.strerror}") from error
     try:
@@ -75,7 +76,7 @@ async def receive_with_descriptor(connection: Connection) -> tuple[Frame, int | 
         for descriptor in descriptors:
             os.close(descriptor)
         raise
-    return frame, descriptors[0] if descriptors else None
+    return frame, descriptors
 
 
 def acceptor(accept: Callable[[socket.socket], ReceivingLane], fields: Fields) -> Acceptor:
@@ -125,22 +126,24 @@ class SharingLane(ReceivingLane):
 
     peer_writes = True
 
-    def __init__(self, pool: Pool, shared_fd: int, sock: socket.socket, work: DeviceWork | None = None) -> None:
+    def __init__(
+        self, pool: Pool, shared_fds: Sequence[int], sock: socket.socket, work: DeviceWork | None = None
+    ) -> None:
         """Raises TransferError unless the peer is ours and its death can be proven."""
         super().__init__(pool, work)
-        self._shared_fd = shared_fd
+        self._shared_fds = shared_fds
         pid, uid, _ = _UCRED.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size))
         if uid != os.getuid():
             raise TransferError(f"peer has user id {uid}, not {os.getuid()}")
         self._pidfd: int | None = _open_pidfd(sock, pid)
 
     def send_hello(self, connection: Connection, hello: Frame) -> None:
-        """See `ReceivingLane`: the descriptor goes with the frame."""
+        """See `ReceivingLane`: the descriptors go with the frame."""
         data = hello.encode()  # the first frame: nothing is queued before it
         try:
-            sent = socket.send_fds(connection.sock, [data], [self._shared_fd])
+            sent = socket.send_fds(connection.sock, [data], self._shared_fds)
         except OSError as error:
-            raise PeerLost(f"cannot pass the pool's descriptor: {error.strerror}") from error
+            raise PeerLost(f"cannot pass the pool's descriptors: {error.strerror}") from error
         if sent != len(data):
             raise PeerLost("the peer's buffer is full before the handshake")
 

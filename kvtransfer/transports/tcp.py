@@ -7,16 +7,20 @@ import errno
 import socket
 from collections.abc import Callable, Sequence
 
+import numpy as np
 import torch
 
 from kvtransfer.connection import Connection
 from kvtransfer.device_work import DeviceWork
 from kvtransfer.fields import required, required_int
 from kvtransfer.frame import Frame
+from kvtransfer.grain_rows import Piece
 from kvtransfer.pool import Pool
 from kvtransfer.ring import Loan, Ring
+from kvtransfer.rows import Rows
 from kvtransfer.transport import Acceptor, Fields, ListenOptions, ReceivingLane, SendingLane, TransportStatus
 from kvtransfer.transports.host import connected, host_status, listening
+from shell.thread_work import to_the_end
 from tandem.errors import ConfigError, HandshakeMismatch, TransferError
 from tandem.security.tls import ClientTls, ServerTls
 from tandem.types import BlockId
@@ -26,7 +30,7 @@ _DISCARD_BYTES = 64 * 1024
 _HOT_BYTES = 512 * 1024
 """Received at a time, so that it is still in the cache of one core when it is hashed."""
 _JOIN_BELOW_BYTES = 64 * 1024
-"""Blocks smaller than this are joined for sending: one copy is cheaper than many system calls."""
+"""Spans smaller than this are joined for sending and receiving: one copy is cheaper than many system calls."""
 
 
 def listen(host: str, port: int = 0) -> socket.socket:
@@ -59,6 +63,7 @@ class TcpTransport:
     """Implements `transport.Transport`."""
 
     name = NAME
+    splits = True
     gpu_each = False
     dial_s: float | None = None
 
@@ -120,13 +125,15 @@ class _SendingLane(NetworkSendingLane):
     """Sends from this side's rows, in order, after the WRITE; holds nothing of the peer."""
 
     name = NAME
+    splits = True
 
     def announce(
         self, connection: Connection, write: Frame, sources: Sequence[BlockId], loan: Loan
     ) -> asyncio.Future[None] | None:
-        spans = self._pool.rows.spans(loan.rows_for(sources))
-        if len(spans) > 1 and self._pool.block_bytes < _JOIN_BELOW_BYTES:
+        spans = [piece.memory for piece in self._rows.pieces(loan.rows_for(sources))]
+        if len(spans) > 1 and len(sources) * self._pool.block_bytes < len(spans) * _JOIN_BELOW_BYTES:
             spans = [memoryview(b"".join(spans))]
+        loan.num_spans = len(spans)
         sent = connection.send(write, spans)
         if sent is None:
             loan.release()
@@ -142,6 +149,7 @@ class _ReceivingLane(NetworkReceivingLane):
     """
 
     name = NAME
+    splits = True
 
     def __init__(self, pool: Pool, tls: ServerTls | None) -> None:
         super().__init__(pool, tls)
@@ -156,10 +164,10 @@ class _ReceivingLane(NetworkReceivingLane):
         The first copy that fails is the last: `checksums` raises it, as the payload has to leave the connection first.
         """
         self._found, self._failure = [], None
-        while len(self._found) < len(blocks) and wanted() and self._failure is None:
-            loan = await self._pool.arriving.taken(len(blocks) - len(self._found))
+        while (start := len(self._found) // len(self.places)) < len(blocks) and wanted() and self._failure is None:
+            loan = await self._pool.arriving.taken(len(blocks) - start)
             try:
-                due = blocks[len(self._found) :][: loan.num_blocks]
+                due = blocks[start:][: loan.num_blocks]
                 num_bytes -= await self._receive_rows(connection, loan.rows_for(due), due, wanted)
             finally:
                 loan.release()
@@ -172,30 +180,84 @@ class _ReceivingLane(NetworkReceivingLane):
             raise self._failure
         return tuple(self._found)
 
+    async def settle(self, blocks: Sequence[BlockId]) -> None:
+        """Copies to ranks that share heads what came once."""
+        parts, pairs = self._pool.parts, self._plan.copies
+        if pairs:
+            num_bytes = len(pairs) * len(blocks) * self._pool.block_bytes
+            copies = self._pool.start(
+                lambda: [parts[source].copy_to(parts[to], blocks, blocks) for source, to in pairs], num_bytes
+            )
+            await to_the_end(copies)
+
     async def _receive_rows(
         self, connection: Connection, rows: Sequence[int], blocks: Sequence[BlockId], wanted: Callable[[], bool]
     ) -> int:
-        """Receives these blocks into `rows`, and on into the pool; returns how many bytes.
-
-        Each block is hashed as soon as it is whole: while it is in the core's cache, that is a small part of what
-        receiving it took, and less than the trip to a thread.
-        """
-        found: list[int] = []
-        size, num_bytes = self._pool.block_bytes, 0
-        for span in self._pool.rows.spans(rows):
-            filled = 0
-            while filled < len(span) and wanted():
-                count = await connection.receive_some(span[filled : filled + _HOT_BYTES])
-                filled, num_bytes = filled + count, num_bytes + count
-                if whole := rows[len(found) : num_bytes // size]:
-                    found.extend(self._pool.rows.checksums(whole))
-        if len(found) == len(blocks):
+        """Receives these blocks into `rows`, and on into the pool; returns how many bytes."""
+        pieces = list(self._rows.pieces(rows))
+        are_small = len(blocks) * self._pool.block_bytes < len(pieces) * _JOIN_BELOW_BYTES
+        receive = self._receive_joined if are_small and len(pieces) > 1 else self._receive_pieces
+        found, num_bytes = await receive(connection, pieces, wanted)
+        if len(found) == len(blocks) * len(self.places):
             try:
                 await self._pool.settle(rows, blocks)
             except TransferError as error:
                 self._failure = error
         self._found.extend(found)
         return num_bytes
+
+    async def _receive_pieces(
+        self, connection: Connection, pieces: Sequence[Piece], wanted: Callable[[], bool]
+    ) -> tuple[list[int], int]:
+        """Returns the checksums of whole grains, and how many bytes came.
+
+        Each grain is hashed as soon as it is whole: while it is in the core's cache, that is a small part of what
+        receiving it took, and less than the trip to a thread.
+        """
+        found: list[int] = []
+        num_bytes = 0
+        for span, part, grains in pieces:
+            filled, num_whole = 0, 0
+            while filled < len(span) and wanted():
+                filled += await connection.receive_some(span[filled : filled + _HOT_BYTES])
+                if whole := grains[num_whole : filled // part.row_bytes]:
+                    found.extend(part.checksums(whole))
+                    num_whole += len(whole)
+            num_bytes += filled
+        return found, num_bytes
+
+    async def _receive_joined(
+        self, connection: Connection, pieces: Sequence[Piece], wanted: Callable[[], bool]
+    ) -> tuple[list[int], int]:
+        """The same through a buffer, from which grains are copied, and hashed, part by part."""
+        grains = [(piece.rows, grain) for piece in pieces for grain in piece.ids]
+        size = grains[0][0].row_bytes
+        buffer = Rows(np.empty((max(1, _HOT_BYTES // size), size), np.uint8))
+        found: list[int] = []
+        num_bytes = 0
+        while len(found) < len(grains) and wanted():
+            due = grains[len(found) : len(found) + len(buffer.array)]
+            (span,) = buffer.spans(range(len(due)))
+            filled = 0
+            while filled < len(span) and wanted():
+                filled += await connection.receive_some(span[filled:])
+            num_bytes += filled
+            if filled == len(span):
+                found.extend(_scattered(buffer, due))
+        return found, num_bytes
+
+
+def _scattered(buffer: Rows, grains: Sequence[tuple[Rows, int]]) -> list[int]:
+    """Copies row `i` of the buffer to grain `i`. Returns the checksums."""
+    checksums = [0] * len(grains)
+    by_part: dict[Rows, list[int]] = {}
+    for i, (part, _) in enumerate(grains):
+        by_part.setdefault(part, []).append(i)
+    for part, rows in by_part.items():
+        copied = buffer.copy_to(part, rows, [grains[i][1] for i in rows])
+        for i, checksum in zip(rows, copied, strict=True):
+            checksums[i] = checksum
+    return checksums
 
 
 def address_fields(sock: socket.socket, options: ListenOptions) -> dict[str, str]:

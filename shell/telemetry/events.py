@@ -238,6 +238,8 @@ class Transferred:
     """Seconds: at the sender, of work; at the receiver, since `TransferStarted`."""
     transport: str | None
     """None at the receiver."""
+    num_spans: int = 0
+    """Spans of memory in which the bytes travelled, as the sender counts."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -286,6 +286,11 @@ TRANSFER_SIZE = _worker(
     "Bytes of KV of one hand-off, counted by the sender.",
     buckets=tuple(float(2**power) for power in range(11, 35, 2)),
 )
+TRANSFER_SPANS = _worker(
+    "tandem_transfer_spans",
+    "Copies, writes or descriptors of one hand-off, counted by the sender.",
+    buckets=tuple(float(4**power) for power in range(9)),
+)
 TRANSFER_SECONDS = _worker(
     "tandem_transfer_seconds",
     "One hand-off of KV: sent = the sender's busy time, received = the receiver's time since the ticket was shown.",

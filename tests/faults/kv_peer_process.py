@@ -57,7 +57,7 @@ class _HalfLane:
 
     async def place(self, sources: Any, targets: Sequence[BlockId], room: Any) -> Any:
         if self.name == "shm":
-            self._lane._peer.spans((targets[0],))[0][:HALF] = bytes([FILL]) * HALF
+            self._lane._peer.parts[0].spans((targets[0],))[0][:HALF] = bytes([FILL]) * HALF
         if self.name == "nixl":
             await self._lane._agent.start(lambda: self._write_half(targets[0]))
         if self.name != "tcp":
@@ -71,8 +71,8 @@ class _HalfLane:
     def _write_half(self, target: BlockId) -> None:
         agent, (metadata, region) = self._lane._agent, self._lane._peer
         nixl = agent._nixl
-        ours = nixl.get_xfer_descs([(agent.region.address, HALF, 0)], "DRAM")
-        theirs = nixl.get_xfer_descs([(region.address + target * 2 * HALF, HALF, 0)], "DRAM")
+        ours = nixl.get_xfer_descs([(agent.region.addresses[0], HALF, 0)], "DRAM")
+        theirs = nixl.get_xfer_descs([(region.addresses[0] + target * 2 * HALF, HALF, 0)], "DRAM")
         transfer = nixl.initialize_xfer("WRITE", ours, theirs, nixl.add_remote_agent(metadata))
         state = nixl.transfer(transfer)
         while state == "PROC":

@@ -31,6 +31,7 @@ class WorkerMetrics:
         self.sent_s = metrics.histogram(names.TRANSFER_SECONDS, "sent")
         self.received_s = metrics.histogram(names.TRANSFER_SECONDS, "received")
         self.transfer_sizes = metrics.histogram(names.TRANSFER_SIZE)
+        self.transfer_spans = metrics.histogram(names.TRANSFER_SPANS)
         self.num_received_tokens = 0
         """Tokens whose KV came by a hand-off."""
         self.moves = metrics.counter(names.MOVES)
@@ -101,6 +102,7 @@ class _Sequence:
                 else:
                     of.sent_s.observe(event.seconds)
                     of.transfer_sizes.observe(event.num_bytes)
+                    of.transfer_spans.observe(event.num_spans)
             case events.Moved():
                 of.moves.add(1, event.reason)
             case events.SequenceEnded():

@@ -27,7 +27,7 @@ async def test_a_handed_off_sequence_is_told_from_arrival_to_its_last_token(open
         "Started",
         "SequenceEnded",
     ]
-    assert sequence.args("Transferred") == (0, 0.5, None)
+    assert sequence.args("Transferred") == (0, 0.5, None, 0)
     assert sequence.args("SequenceEnded") == (None, 6)
 
 

@@ -85,6 +85,21 @@ def test_a_peer_with_the_descriptor_writes_into_the_same_bytes() -> None:
 
 
 @linux_only
+def test_one_process_maps_the_parts_of_all_ranks() -> None:
+    part = LAYOUT.part(LAYOUT.num_kv_heads)
+    theirs = KvCache.create(part, 4, CPU, shared=True)
+    assert theirs.shared_fd is not None
+    ours = KvCache.mapped(part, os.dup(theirs.shared_fd))
+    theirs.blocks_view.fill_(3)
+    ours.blocks_view[2, 1] = 4
+    assert theirs.blocks_view[2, :3].tolist() == [3, 4, 3]
+    assert ours.tensor.shape == theirs.tensor.shape
+    theirs.close()
+    assert int(ours.blocks_view[2, 1]) == 4, "the mapping outlives the rank that allocated it"
+    ours.close()
+
+
+@linux_only
 def test_shared_memory_can_neither_grow_nor_shrink() -> None:
     cache = KvCache.create(LAYOUT, 4, CPU, shared=True)
     fd = cache.shared_fd

@@ -43,7 +43,7 @@ from tests.kv_ends import (
 from tests.nixl_param import needs_nixl
 from tests.transports import PRINTS, SharedPool
 
-SOMEWHERE = {"memory": "DRAM", "device": "0", "address": "4096"}
+SOMEWHERE = {"memory": "DRAM", "device": "0", "addresses": "4096"}
 
 
 def kv_threads() -> int:

@@ -108,6 +108,7 @@ class RendezvousTransport:
     """Implements `transport.Transport`."""
 
     name = NAME
+    splits = False
     gpu_each = False
     dial_s: float | None = None
 

@@ -16,7 +16,7 @@ async def test_a_prompt_is_told_from_arrival_to_its_commit(bench: Any, make_spec
     (sequence,) = bench.recorded.sequences
     assert sequence.spec is spec
     assert sorted(sequence.names[:-2]) == ["FirstToken", "PrefixLookedUp", "Started", "TransferStarted"]
-    assert sequence.calls[-2:] == [("Transferred", 300, 0.25, "fake"), ("SequenceEnded", None, 1)]
+    assert sequence.calls[-2:] == [("Transferred", 300, 0.25, "fake", 0), ("SequenceEnded", None, 1)]
 
 
 async def test_the_transfer_starts_with_the_first_blocks_not_with_the_ticket(bench: Any, make_spec: Any) -> None:

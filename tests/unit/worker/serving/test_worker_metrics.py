@@ -158,10 +158,11 @@ def test_blocks_that_the_cache_evicted_stored_and_loaded_are_counted(decode: Sce
 def test_the_sender_counts_a_hand_offs_bytes(prefill: Scene) -> None:
     sequence = prefill.sequence()
     sequence.emit(TransferStarted())
-    sequence.emit(Transferred(4096, 0.01, "shm"))
+    sequence.emit(Transferred(4096, 0.01, "shm", 8))
     sequence.emit(SequenceEnded(None, 1))
     assert prefill.value("tandem_transfers_total", "committed") == 1
     assert prefill.value("tandem_transfer_bytes_total") == 4096
+    assert prefill.value("tandem_transfer_spans_sum") == 8
     assert prefill.value("tandem_sequences_total", "ended") == 1
     assert prefill.value("tandem_transfer_seconds_sum", "sent") == 0.01
     assert prefill.value("vllm:nixl_xfer_time_seconds_sum", "0", "demo") == 0.01
