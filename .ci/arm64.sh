@@ -19,7 +19,7 @@ if [ ! -e "$folder/.complete" ]; then
         --platform manylinux_2_28_aarch64 --platform manylinux2014_aarch64 \
         torch==2.9.1 numpy typing_extensions sympy mpmath filelock jinja2 markupsafe networkx fsspec setuptools \
         pytest pytest-asyncio pytest-timeout pluggy iniconfig packaging pygments hypothesis sortedcontainers attrs \
-        xxhash safetensors grpcio protobuf
+        xxhash safetensors grpcio protobuf opentelemetry-api
     touch "$folder/.complete"
 fi
 

@@ -37,7 +37,8 @@ def gpu_table(results: Document, kernels: Document) -> str:
             what = f"hand-off, {each['transport']}, blocks of {each['block_bytes'] / 1024:.0f} KiB, GB/s"
             rows.append((what, number(each["median_gb_per_s"])))
     rows += [(f"idle share of the device, {gap['how']}", f"{gap['idle_share']:.1%}") for gap in kernels["launch_gaps"]]
-    return table(_HEADER, [(*row, *(MISSING,) * (len(_HEADER) - len(row))) for row in rows])
+    width = max(map(len, rows))
+    return table(_HEADER[:width], [(*row, *(MISSING,) * (width - len(row))) for row in rows])
 
 
 def beside_vllm_table(record: Document) -> str:
@@ -62,10 +63,11 @@ def _flat(figures: Document) -> dict[str, float]:
 
 def _load(head: str, ours: Document, theirs: Document | None) -> Iterator[Row]:
     for key, what in {"tok_s": ", tokens/s", **{key: f": {what}, ms" for key, what in _TIMES.items()}}.items():
-        ratio = MISSING
-        if theirs is not None:
-            ratio = f"{ours[key] / theirs[key] if key == 'tok_s' else theirs[key] / ours[key]:.2f}"
-        yield (head + what, number(ours[key]), number(None if theirs is None else theirs[key]), ratio)
+        if theirs is None:
+            yield (head + what, number(ours[key]))
+        else:
+            ratio = ours[key] / theirs[key] if key == "tok_s" else theirs[key] / ours[key]
+            yield (head + what, number(ours[key]), number(theirs[key]), f"{ratio:.2f}")
 
 
 def _steps(head: str, steps: Document) -> Iterator[Row]:

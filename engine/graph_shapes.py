@@ -44,7 +44,7 @@ class GraphShape:
 
     @property
     def is_decode(self) -> bool:
-        """Whether each seq computes one token and draws."""
+        """Whether each seq computes a single token and draws."""
         return self.num_tokens == self.num_seqs
 
     @property
@@ -84,7 +84,7 @@ class GraphLadder:
     batch_sizes: tuple[int, ...]
     rungs: tuple[int, ...]
     rung_seqs: int
-    """Seqs of a rung, if it has more tokens."""
+    """Seqs of each rung that has more tokens than this."""
     bounds: tuple[int, ...]
 
     @classmethod
@@ -116,7 +116,7 @@ def batch_sizes(largest: int) -> tuple[int, ...]:
 
 
 def token_rungs(most_tokens: int) -> tuple[int, ...]:
-    """Numbers of tokens to capture, ascending: the last one holds `most_tokens`."""
+    """Returns the numbers of tokens to capture, ascending; the last is at least `most_tokens`."""
     rungs = [_RUNG_SPACING[0][1]]
     while rungs[-1] < most_tokens:
         rungs.append(rungs[-1] + next((step for limit, step in _RUNG_SPACING if rungs[-1] < limit), _LAST_RUNG_STEP))

@@ -11,6 +11,7 @@ only kernels that do can be captured (`CAPTURABLE`). Steps that no graph serves 
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable
 
 import torch
@@ -95,8 +96,7 @@ class StepGraphs:
         self._graphs: dict[GraphShape, torch.cuda.CUDAGraph] = {}
         self._rungs: list[GraphShape] = []  # captured, ascending
         self._why_not = ""
-        self.num_steps = 0
-        """Steps that were served."""
+        self._num_steps: Counter[GraphShape] = Counter()
 
     @property
     def num_captured(self) -> int:
@@ -113,8 +113,16 @@ class StepGraphs:
         """Returns the numbers of tokens, ascending, to which steps that are no decodes are padded."""
         return tuple(shape.num_tokens for shape in self._rungs)
 
+    @property
+    def num_steps(self) -> Counter[tuple[int, bool]]:
+        """Counts the steps that were served, by tokens with padding, and by whether the steps were decodes."""
+        steps: Counter[tuple[int, bool]] = Counter()
+        for shape, count in tuple(self._num_steps.items()):  # the engine thread may add a shape meanwhile
+            steps[shape.num_tokens, shape.is_decode] += count
+        return steps
+
     def rehearse(self) -> None:
-        """Computes the largest shapes without seqs: what they take of memory shows."""
+        """Computes the largest shapes without seqs, so that the memory profile sees their workspaces."""
         with torch.inference_mode():
             for is_decode in (False, True):
                 for shape in [each for each in self._shapes if each.is_decode == is_decode][:1]:
@@ -179,7 +187,7 @@ class StepGraphs:
         self._inputs[: len(packed)].copy_(packed)
         self._tables[: len(tables), : tables.shape[1]].copy_(tables)  # what stands beside it is old, and not read
         self._graphs[batch.graph.shape].replay()
-        self.num_steps += 1
+        self._num_steps[batch.graph.shape] += 1
         return self._logits[: len(batch.sample_rows)]
 
     def _work(self, shape: GraphShape) -> Callable[[], None]:

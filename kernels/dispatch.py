@@ -46,12 +46,16 @@ class BackendStatus:
 
 @dataclass(frozen=True, slots=True)
 class _Entry:
-    """One set: `obstacle` returns why it cannot run on a device with a dtype, or None; `describe` what it is."""
+    """One set: `obstacle` returns why it cannot run on a device with a dtype, or None; `describe` what it is.
+
+    `doubt` returns why it runs on a device only where it is asked for by name, or None.
+    """
 
     name: str
     describe: Callable[[torch.device], str]
     obstacle: Callable[[torch.device, torch.dtype], str | None]
     load: Callable[[], Kernels]
+    doubt: Callable[[torch.device], str | None] = lambda _: None
 
 
 def _reference_obstacle(device: torch.device, dtype: torch.dtype) -> str | None:
@@ -66,7 +70,7 @@ def _load_reference() -> Kernels:
 
 
 _REGISTRY = (
-    _Entry("flash_attn", flash.describe, flash.obstacle, flash.load),
+    _Entry("flash_attn", flash.describe, flash.obstacle, flash.load, flash.doubt),
     _Entry("triton", lambda _: "compiled Triton kernels", triton.obstacle, triton.load),
     _Entry(_CPU, lambda _: cpu.describe(), cpu.obstacle, cpu.load),
     _Entry("reference", lambda _: "plain torch, any device", _reference_obstacle, _load_reference),
@@ -144,6 +148,8 @@ def select_kernels(name: str, device: torch.device, dtype: torch.dtype, cpu_tier
         if name not in (AUTO, entry.name):
             continue
         obstacle = entry.obstacle(device, dtype)
+        if obstacle is None and name == AUTO:
+            obstacle = entry.doubt(device)
         if obstacle is None:
             what = entry.describe(device)
             if name == AUTO:

@@ -10,7 +10,7 @@ A step in which every seq computes two tokens or more is cut into runs of neighb
 Steps in which streams take part are Triton's as a whole. For decode on an H100 version 3 takes up to 1.4 times as long
 with short contexts and 7 % less with long ones; what it costs on the host to cut a step in two was not measured. For
 prompts version 2 takes 1.2 to 1.7 times as long as Triton there, so it is not used there (bench/LOG.md, "flash-attn on
-a GPU"). Version 4 was not measured.
+a GPU"). Version 4 was not measured, so that it serves only where it is asked for.
 
 Heads have up to 256 elements; those that are no multiple of 8 would be padded, which would copy the pool. flash-attn 2
 takes blocks of 256 tokens and their multiples only ("Paged KV cache block size must be divisible by 256"), version 3
@@ -93,7 +93,7 @@ class Flash2:
         return block_size % PAGE_MULTIPLE == 0
 
     def computes(self, head_dim: int, params: AttentionParams) -> bool:
-        """Whether it computes such heads."""
+        """Whether the package computes such heads."""
         return head_dim <= MAX_HEAD_DIM and head_dim % HEAD_DIM_MULTIPLE == 0 and params.sinks is None
 
     def fresh(
@@ -298,7 +298,7 @@ def obstacle(device: torch.device, dtype: torch.dtype) -> str | None:
 
 @dataclass(frozen=True, slots=True)
 class _Package:
-    """A package: `wanted` are by function the arguments that it must take."""
+    """A package; `wanted` names by function the arguments that are needed."""
 
     name: str
     module: str
@@ -332,7 +332,7 @@ def _find(device: torch.device) -> tuple[_Package, Flash2] | str:
 
 
 def _module(package: _Package) -> ModuleType | str:
-    """The module, or why it is of no use."""
+    """The module, or why the package cannot be used."""
     try:
         module = importlib.import_module(package.module)
         for function, arguments in package.wanted.items():
@@ -349,6 +349,14 @@ def describe(device: torch.device) -> str:
     """Which package serves `device`; `obstacle` is None."""
     found = _find(device)
     return found if isinstance(found, str) else f"{found[0].name} for prompts, Triton for the rest"
+
+
+def doubt(device: torch.device) -> str | None:
+    """Why this back-end serves `device` only where it is asked for, or None; `obstacle` is None."""
+    found = _find(device)
+    if isinstance(found, str) or found[0] is not _VERSION_4:
+        return None
+    return f"{found[0].name} has not been measured, --attention-backend flash_attn takes it"
 
 
 def load() -> Kernels:

@@ -40,7 +40,7 @@ class GroupedMap(Protocol):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PlainGrouped:
-    """Weights in bfloat16 as they came, multiplied by torch."""
+    """Weights in bfloat16, multiplied by torch."""
 
     weight: torch.Tensor  # [X, out, in] bfloat16
     bias: torch.Tensor | None  # [X, out]

@@ -46,7 +46,7 @@ class Link:
         self._clock = clock
         self._on_corrupt = on_corrupt
         self._num_corrupt = 0
-        """Hand-offs that failed by checksum since one was committed."""
+        """Hand-offs that failed by checksum since the last commit."""
         self._handoffs: dict[int, OutgoingHandoff] = {}
         self._ended: TransferError | None = None
         self._leaving: asyncio.Task[None] | None = None

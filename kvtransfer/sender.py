@@ -213,7 +213,7 @@ class KvSender:
         self._on_barred(transport)
 
     def _reason_against(self, transport: Transport, endpoint: Endpoint) -> str | None:
-        """Why it should not be tried; None = it should."""
+        """Returns why the transport should not be tried, or None."""
         fields = endpoint.reach.get(transport.name)
         if fields is None:
             return "not offered by the peer"

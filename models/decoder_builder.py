@@ -259,7 +259,7 @@ class DecoderBuilder:
         return self._among(ExpertWeights(gate_up, down, config), router, shared)
 
     def _among(self, weights: ExpertWeights, router: Router, shared: SharedExpert | None = None) -> MixtureOfExperts:
-        """The experts in one map where the kernels group them."""
+        """The experts, as a grouped map where the kernels have that."""
         grouped = None if self._shard is not None else weights.grouped(self._operations)
         if grouped is not None:
             return MixtureOfExperts(RoutedExperts(router, grouped), shared)

@@ -42,7 +42,7 @@ class ExpertWeights:
         config: ExpertConfig,
         form_of: Callable[[Weight], Weight],
     ) -> ExpertWeights:
-        """Of a checkpoint's weights `[X, in, out]`, or quantised `[X * out, in]`, each with its bias `[X, out]`.
+        """Takes a checkpoint's weights `[X, in, out]`, or quantised `[X * out, in]`, each with its bias `[X, out]`.
 
         `form_of`: from a weight to the form that it is held in.
         """
@@ -84,7 +84,7 @@ def _by_rows(stacked: Weight) -> Weight:
 
 
 def _of_expert(weight: Weight, expert: int, num_experts: int) -> Weight:
-    """The weight `[out, in]` of one expert."""
+    """The weight `[out, in]` of this expert."""
     if isinstance(weight, torch.Tensor):
         return weight.chunk(num_experts)[expert]
     num_outputs = weight.num_outputs // num_experts

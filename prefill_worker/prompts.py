@@ -170,7 +170,7 @@ class Prompts:
         return self._step(running) if with_prompts else None
 
     def _step(self, running: BatchedStep | None = None) -> BatchedStep | None:
-        """`running`: the step in flight, if there is one."""
+        """Returns the next step; `running` is the step in flight, None = there is none."""
         while self.start_next(self._cache.num_available)[0] is not None:
             pass
         sitting_out = () if running is None else running.unsettled

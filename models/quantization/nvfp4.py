@@ -24,7 +24,7 @@ _UNUSED = ("input_scale", "input_global_scale")
 
 @dataclass(frozen=True, slots=True)
 class Nvfp4Scheme:
-    """By the names of those who wrote it."""
+    """Names of the tensors of an NVFP4 weight, by their author."""
 
     values: str
     whole: str

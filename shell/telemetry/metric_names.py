@@ -222,7 +222,9 @@ CUDA_GRAPHS = _worker(
     labels={"state": ("captured", "refused")},
 )
 CUDA_GRAPH_STEPS = _worker(
-    "tandem_cuda_graph_steps_total", "Steps that ran as a CUDA graph; the others were launched kernel by kernel."
+    "tandem_cuda_graph_steps_total",
+    "Steps that ran as a CUDA graph, by tokens with padding; the others were launched kernel by kernel.",
+    labels={"tokens": (), "kind": ("decode", "prompt")},
 )
 STEP_SECONDS = _worker(
     "tandem_step_seconds",

@@ -291,6 +291,14 @@ def test_each_gpu_has_the_version_that_is_made_for_it_and_says_which(monkeypatch
     assert flash.describe(device) == f"{taken} for prompts, Triton for the rest"
 
 
+def test_version_4_serves_only_where_it_is_asked_for(monkeypatch):
+    device = torch.device("cuda", 0)
+    packages(monkeypatch, (9, 0), flash_attn_interface=V3, flash_attn_cute=V4)
+    assert flash.doubt(device) is None
+    packages(monkeypatch, (9, 0), flash_attn_cute=V4)
+    assert "--attention-backend flash_attn" in (flash.doubt(device) or "")
+
+
 def test_it_needs_what_triton_needs():
     assert "CUDA device" in (flash.obstacle(torch.device("cpu"), torch.bfloat16) or "")
 

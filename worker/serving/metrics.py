@@ -140,7 +140,8 @@ def graph_readings(graphs: StepGraphs) -> Iterator[Reading]:
     """What a worker captured, and how often that served, as metrics."""
     yield Reading(names.CUDA_GRAPHS, graphs.num_captured, ("captured",))
     yield Reading(names.CUDA_GRAPHS, graphs.num_refused, ("refused",))
-    yield Reading(names.CUDA_GRAPH_STEPS, graphs.num_steps)
+    for (num_tokens, is_decode), count in graphs.num_steps.items():
+        yield Reading(names.CUDA_GRAPH_STEPS, count, (str(num_tokens), "decode" if is_decode else "prompt"))
 
 
 def load_readings(role: Role, load: WorkerLoad) -> Iterator[Reading]:

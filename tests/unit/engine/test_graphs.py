@@ -39,7 +39,9 @@ GREEDY = SampleSpec(SamplingParams(max_tokens=1, temperature=0.0), 0)
 
 
 class DeviceLengths:
-    """Attention that, like kernels under capture, believes no length on the host; empty rows read nothing."""
+    """Attention that, like kernels under capture, believes no length on the host; empty rows read nothing and are zero.
+    Rows of no seq are what was in memory.
+    """
 
     name = "device lengths"
 
@@ -59,6 +61,8 @@ class DeviceLengths:
             assert seq_len <= metadata.seq_lens_host[seq]
             assert seq_len <= BLOCK_SIZE * metadata.block_tables.shape[1]
             query_len = rows.stop - rows.start
+            assert query_len >= 0
+            out[rows] = 0.0
             if seq_len and query_len:
                 alone = AttentionMetadata(
                     cu_seqlens_q=torch.tensor([0, query_len], dtype=torch.int32),

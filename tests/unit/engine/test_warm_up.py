@@ -79,7 +79,7 @@ def test_a_chunk_that_does_not_fit_into_the_device_is_refused_by_its_option():
 
 def test_the_pool_leaves_what_steps_take(monkeypatch):
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (1_000_000, 2_000_000))
-    blocks = 1_000_000 * 0.9 / 2
+    blocks = 1_000_000 * 0.9
     assert blocks_that_fit(WorkerConfig(), LAYOUT, GPU, 1 << 30) == blocks // LAYOUT.block_bytes
     assert (
         blocks_that_fit(WorkerConfig(), LAYOUT, GPU, 1 << 30, step_bytes=200_000)

@@ -7,19 +7,24 @@ import torch
 
 from bench.support.tiny_models import TinyModel
 from kernels.operations import Kernels
-from kernels.quantized import QuantForm
+from kernels.quantized import QuantForm, QuantizedWeight
 from kernels.reference import ReferenceBackend
+from kernels.reference_operations import ReferenceOperations
+from models.files.checkpoint import resolve_model
 from models.loading import load_model
 from tandem.errors import ConfigError
-from tests.paged_driver import REFERENCE
+from tests.paged_driver import REFERENCE, PagedDriver, PagedSeq, random_prompt
 from tests.quantized_checkpoints import FORMS, write
 
-triton = pytest.importorskip("kernels.triton.operations")
-rounding = pytest.importorskip("kernels.triton.rounding")
+pytest.importorskip("triton")
+
+from kernels.triton.operations import TritonOperations
+from kernels.triton.quantized import HeldWeight, QuantizedLinear
+from kernels.triton.rounding import RoundingLinear, can_round
 
 CPU = torch.device("cpu")
 TINY = TinyModel("llama", "llama")
-TRITON = Kernels(ReferenceBackend(), triton.TritonOperations())
+TRITON = Kernels(ReferenceBackend(), TritonOperations())
 MADE_SO = next(form for form in FORMS if form.name.startswith("float-quantized-8-channel"))
 
 
@@ -28,7 +33,7 @@ def load(folder, activations, form=None, kernels=TRITON):
 
 
 def is_rounded(model):
-    return isinstance(model.decoder.layers[0].attention.output, rounding.RoundingLinear)
+    return isinstance(model.decoder.layers[0].attention.output, RoundingLinear)
 
 
 @pytest.mark.parametrize(("activations", "expected"), [("auto", True), ("plain", False), ("fp8", True)])
@@ -40,6 +45,39 @@ def test_a_checkpoint_made_for_it_has_its_activations_rounded(checkpoint, tmp_pa
 @pytest.mark.parametrize(("activations", "expected"), [("auto", False), ("fp8", True)])
 def test_a_plain_one_rounded_to_fp8_has_it_where_the_option_says_so(checkpoint, activations, expected):
     assert is_rounded(load(checkpoint(TINY), activations, QuantForm.FP8)) == expected
+
+
+class Rounding(ReferenceOperations):
+    """The reference, which rounds what `--activations fp8` would on a GPU."""
+
+    def rounding(self, device):
+        return self
+
+    def rounds(self, weight):
+        return can_round(weight)
+
+    def linear(self, weight, bias):
+        if isinstance(weight, QuantizedWeight) and self.rounds(weight):
+            return RoundingLinear(QuantizedLinear(HeldWeight.of(weight), bias))
+        return super().linear(weight, bias)
+
+
+def test_logits_err_two_to_three_times_as_much_as_those_of_bfloat16():
+    prompt = random_prompt(300)
+    truth, plain, rounded = (
+        PagedDriver(
+            load_model(resolve_model("demo"), dtype, CPU, kernels, QuantForm.FP8, activations=activations), 16, 20
+        )
+        .step([(PagedSeq(prompt), len(prompt))])
+        .double()
+        for dtype, kernels, activations in (
+            ("float32", REFERENCE, "plain"),
+            ("bfloat16", REFERENCE, "plain"),
+            ("bfloat16", Kernels(ReferenceBackend(), Rounding()), "fp8"),
+        )
+    )
+    errors = [(logits - truth).pow(2).mean(1).sqrt().median() for logits in (plain, rounded)]
+    assert 1.5 < errors[1] / errors[0] < 3
 
 
 def test_models_that_round_have_a_fingerprint_of_their_own(checkpoint):

@@ -30,6 +30,18 @@ async def test_chunks_follow_each_other_and_blocks_go_as_their_own_chunk_ends(be
     await bench.settles()
 
 
+async def test_choices_draw_once_their_prompt_s_last_chunk_has_ended(bench: Any, make_spec: Any) -> None:
+    bench.engine.gate.close()
+    handle = bench.prefill(1, make_spec(20, num_output_tokens=(0, 0)))
+    await bench.engine.gate.reached(2)
+    await bench.engine.gate.let_one_pass()
+    await bench.engine.gate.reached(3)  # the last chunk, behind one whose result is still to come
+    await bench.engine.gate.open()
+    await bench.router.until(lambda: handle in bench.router.handoffs)
+    assert bench.sender.handoffs[0].committed.keys() == {0, 1}
+    await bench.settles()
+
+
 async def test_a_scored_prompt_waits_until_its_scores_are_read(bench: Any, make_spec: Any) -> None:
     handle = bench.prefill(1, make_spec(20, prompt_logprobs=0))
     await bench.router.until(lambda: handle in bench.router.handoffs)

@@ -118,10 +118,10 @@ def test_a_step_is_told_by_its_kind(decode: Scene, num_prefill_tokens: int, num_
 
 
 def test_graphs_that_were_refused_show_and_so_do_the_steps_that_the_others_served(decode: Scene) -> None:
-    graphs: Any = SimpleNamespace(num_captured=88, num_refused=3, num_steps=41)
+    graphs: Any = SimpleNamespace(num_captured=88, num_refused=3, num_steps={(512, False): 41, (8, True): 7})
     decode.metrics.add_reader(lambda: graph_readings(graphs))
     assert decode.samples("tandem_cuda_graphs") == {("captured",): 88, ("refused",): 3}
-    assert decode.value("tandem_cuda_graph_steps_total") == 41
+    assert decode.samples("tandem_cuda_graph_steps_total") == {("prompt", "512"): 41, ("decode", "8"): 7}
 
 
 def test_transports_that_were_given_up_are_counted_by_name(prefill: Scene) -> None:
