@@ -14,7 +14,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from multiprocessing.connection import Connection
-from typing import NamedTuple, TypeAlias
+from typing import Any, Generic, NamedTuple, TypeAlias, TypeVar
 
 import numpy as np
 import torch
@@ -37,33 +37,36 @@ Header: TypeAlias = tuple[int, tuple[tuple[str, tuple[int, ...]], ...]]
 """Number of a slot, and dtype and shape of each array in it."""
 
 
-class RankStep(NamedTuple):
-    """What the ranks of a model compute of a step: arrays on the host, or tensors on a device. Sizes as in `Batch`."""
+A = TypeVar("A", Array, torch.Tensor)
 
-    token_ids: Array
-    positions: Array
-    slots: Array
-    rows: Array
+
+class RankStep(NamedTuple, Generic[A]):
+    """What the ranks of a model compute of a step, as arrays where it is laid out. Sizes as in `Batch`."""
+
+    token_ids: A
+    positions: A
+    slots: A
+    rows: A
     """The tokens whose results are wanted: `[R]`, or `[U]` if known tokens are scored."""
-    starts: Array
-    seq_lens: Array
-    tables: Array
-    fed: Array
-    scored: Array
+    starts: A
+    seq_lens: A
+    tables: A
+    fed: A
+    scored: A
     """`[S]`: see `ScoreLayout.rows`; none if no tokens are scored."""
-    sampled: Array
+    sampled: A
     """`[R]`: see `ScoreLayout.sample_rows`."""
-    copies: Array
+    copies: A
     """`[M, 2]` source and target of block copies."""
-    runs: Array
+    runs: A
     """How many of the copies may be made in any order, from the first on, run after run."""
 
-    @classmethod
-    def of(cls, layout: StepLayout, runs: Sequence[Sequence[BlockCopy]]) -> RankStep:
+    @staticmethod
+    def of(layout: StepLayout, runs: Sequence[Sequence[BlockCopy]]) -> RankStep[Array]:
         """`runs`: the step's copies, as `independent_runs` gives them."""
         (token_ids, positions, slots, rows, starts, seq_lens), scores = layout.inputs, layout.scores
         none: Ints = np.zeros(0, np.int64)
-        return cls(
+        return RankStep(
             *(token_ids, positions, slots, rows if scores is None else scores.hidden_rows, starts, seq_lens),
             *(np.ascontiguousarray(layout.part.tables), layout.fed),
             *((none, none) if scores is None else (scores.rows, scores.sample_rows)),
@@ -86,25 +89,25 @@ class StepSlots:
         os.ftruncate(descriptor, NUM_SLOTS * SLOT_BYTES)
         return descriptor
 
-    def write(self, slot: int, step: RankStep) -> Header:
+    def write(self, slot: int, step: RankStep[Array]) -> Header:
         """Raises InternalError if the step is too large."""
         if (num_bytes := packed_bytes(step)) > SLOT_BYTES:
             raise InternalError(f"a step of {num_bytes} bytes for ranks, of which a slot holds {SLOT_BYTES}")
         pack_into(self._slots[slot], step)
         return slot, tuple((each.dtype.str, each.shape) for each in step)
 
-    def read(self, header: Header) -> RankStep:
-        """Returns copies, aligned."""
+    def read(self, header: Header) -> RankStep[torch.Tensor]:
+        """Returns copies, aligned, on the CPU."""
         slot, forms = header
         like = [np.empty(shape, dtype) for dtype, shape in forms]
         copied = torch.from_numpy(self._slots[slot, : packed_bytes(like)].copy())
-        return RankStep(*(tensor.numpy() for tensor in unpack(copied, like)))
+        return RankStep(*unpack(copied, like))
 
 
 class StepSender:
     """Rank 0's side: numbers steps, and knows which of them the followers have read."""
 
-    def __init__(self, slots: StepSlots, followers: Sequence[Connection], group: SharedGroup) -> None:
+    def __init__(self, slots: StepSlots, followers: Sequence[Connection[Any, Any]], group: SharedGroup) -> None:
         """All are lent."""
         self._slots = slots
         self._followers = followers
@@ -112,7 +115,7 @@ class StepSender:
         self._num_sent = 0
         self._num_read = [0] * len(followers)
 
-    def send(self, step: RankStep) -> None:
+    def send(self, step: RankStep[Array]) -> None:
         """Sends the step that all ranks compute next. Raises GroupBroken."""
         deadline_s = time.monotonic() + self._group.timeout_s
         for number, follower in enumerate(self._followers):

@@ -41,6 +41,7 @@ import cli.serve
 from cli import launch
 from cli.command import COMMANDS
 from cli.supervisor import Process
+from shell.parent import end_with
 
 for _command in COMMANDS.values():  # `main` would import the module of its command in each fork
     importlib.import_module(_command.module)
