@@ -21,7 +21,7 @@ from engine.batch import Forward
 from engine.kv_cache import HostMemory, KvCache
 from engine.loading import keep_freed_memory, load, probe_dtype
 from engine.prompt_scores import score_tiles
-from engine.rank_link import LEAST_TIMEOUT_S, RankStep, StepSlots, in_step
+from engine.rank_link import RankStep, StepSlots, in_step
 from engine.ranks import JOIN_TIMEOUT_S, RankTask
 from kernels.attention import AttentionMetadata
 from kernels.compiled_step import StepInputs
@@ -53,7 +53,7 @@ def _serve(link: Connection[Any, Any], slots: StepSlots, memory: int) -> None:
     os.sched_setaffinity(0, task.share.cores)
     torch.set_num_threads(task.share.threads)
     link.send_bytes(b"")
-    group = SharedGroup(memory, task.rank, config.tensor_parallel, JOIN_TIMEOUT_S, LEAST_TIMEOUT_S)
+    group = SharedGroup(memory, task.rank, config.tensor_parallel, JOIN_TIMEOUT_S, task.timeout_s)
     os.close(memory)
     device = torch.device("cpu")
     kernels = select_kernels(config.attention_backend, device, probe_dtype(config), config.cpu_tier)

@@ -46,6 +46,8 @@ class RankTask:
     config: WorkerConfig
     rank: int
     share: CoreShare
+    timeout_s: float
+    """How long other ranks may stand still, until steps show otherwise."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +87,7 @@ class Ranks:
                 with theirs:
                     processes.append(_start(theirs.fileno(), slots, memory))
                 links.append(link)
-                link.send(RankTask(config, rank, share))
+                link.send(RankTask(config, rank, share, LEAST_TIMEOUT_S))
             _hear(links)
             group = SharedGroup(memory, 0, len(shares), JOIN_TIMEOUT_S, LEAST_TIMEOUT_S)
             return cls(group, StepSlots(slots), processes, links)
@@ -95,6 +97,11 @@ class Ranks:
         finally:
             os.close(slots)
             os.close(memory)
+
+    @property
+    def pids(self) -> tuple[int, ...]:
+        """Returns the followers' process ids."""
+        return tuple(process.pid for process in self._processes)
 
     def create_pools(self, layout: KvLayout, num_blocks: int) -> None:
         """Gives each follower its part, once it has loaded. Raises InternalError, ConfigError."""
