@@ -24,7 +24,8 @@ from engine.kv_cache import HostMemory
 from engine.rank_link import LEAST_TIMEOUT_S, RankStep, StepSender, StepSlots, in_step
 from engine.upload import Array
 from kernels.shared_group import SharedGroup, create_group_memory
-from models.shard import OPTION
+from models.files.checkpoint import resolve_model
+from models.shard import OPTION, check_shared
 from shell.config import WorkerConfig
 from shell.core_order import neighbouring_cores
 from shell.cores import CoreShare, plan_cores
@@ -137,7 +138,7 @@ class Ranks:
 
 
 def check_ranks(config: WorkerConfig, device: torch.device) -> None:
-    """Raises ConfigError for what several ranks cannot do."""
+    """Raises ConfigError for what several ranks cannot do, CheckpointError."""
     if config.tensor_parallel == 1:
         return
     if device.type != "cpu" or sys.platform != "linux":
@@ -145,6 +146,7 @@ def check_ranks(config: WorkerConfig, device: torch.device) -> None:
     for option, value in (("--host-cache-memory", config.host_cache_bytes), ("--disk-cache", config.disk_cache)):
         if value:
             raise ConfigError(OPTION, f"several ranks do not move KV to {option}: leave that out, or give 1")
+    check_shared(resolve_model(config.model), config.model_impl, config.tensor_parallel)
 
 
 def shares_of(config: WorkerConfig) -> tuple[CoreShare, ...]:

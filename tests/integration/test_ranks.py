@@ -35,6 +35,7 @@ from tandem.types import (
     TokenLogprobs,
 )
 from tests.heard_router import HeardRouter
+from tests.recorded_events import RecordedWorker
 from tests.unit.decode_worker.conftest import FakeReceiver
 from tests.worker_parts import parts_of
 from worker.core import Worker
@@ -58,10 +59,13 @@ def engine_of(size: int, **options: object) -> Iterator[Engine]:
 
 
 @asynccontextmanager
-async def worker_on(engine: Engine) -> AsyncIterator[tuple[Worker, asyncio.Task[None]]]:
+async def worker_on(
+    engine: Engine, recorded: RecordedWorker | None = None
+) -> AsyncIterator[tuple[Worker, asyncio.Task[None]]]:
     guides = Guides(GrammarCompiler.of(DEMO))
     sizes = {"max_seqs": 8, "chunk_tokens": 24, "max_tokens": 160, "vocab_size": DEMO.vocab_size}
-    parts = parts_of(engine.thread, engine.cache, **sizes, guides=guides)
+    events = (recorded or RecordedWorker()).events
+    parts = parts_of(engine.thread, engine.cache, **sizes, guides=guides, events=events)
     worker = new_decode_worker(parts, FakeReceiver(), DecodeConfig(local_prefill_tokens=None))
     running = asyncio.create_task(worker.run())
     try:
@@ -88,17 +92,19 @@ def random_requests(seed: int) -> list[GroupSpec]:
     specs = []
     for number in range(NUM_REQUESTS):
         kind = kinds[number % len(kinds)]
-        prompt = tuple(rng.choice(stems)[: rng.randrange(1, 40)]) + (TokenId(rng.randrange(1, 200)),)
+        prompt = (*rng.choice(stems)[: rng.randrange(1, 40)], TokenId(rng.randrange(1, 200)))
         params = SamplingParams(max_tokens=rng.randrange(1, 25), end_token_ids=DEMO.eos_token_ids, **kind)  # type: ignore[arg-type]
         choices = tuple(map(ChoiceSpec, range(1 if "constraint" in kind else rng.randrange(1, 4))))
         specs.append(GroupSpec(RequestId(f"r{number}"), prompt, params, choices))
     return specs
 
 
-async def answers(engine: Engine, specs: Sequence[GroupSpec]) -> tuple[dict[object, list[TokenId]], list[TokenLogprobs]]:
+async def answers(
+    engine: Engine, specs: Sequence[GroupSpec]
+) -> tuple[dict[object, list[TokenId]], list[TokenLogprobs]]:
     """By handle and choice; and what prompts score."""
-    router = HeardRouter()
-    async with worker_on(engine) as (worker, running):
+    router, recorded = HeardRouter(), RecordedWorker()
+    async with worker_on(engine, recorded) as (worker, running):
         for number, spec in enumerate(specs):
             router.num_choices[Handle(number)] = len(spec.choices)
             worker.reserve(router, Handle(number), spec, local_prefill=True)
@@ -110,7 +116,8 @@ async def answers(engine: Engine, specs: Sequence[GroupSpec]) -> tuple[dict[obje
         await worker.drained()
         worker.check_idle()
     assert not router.errors
-    return router.choices, [each for number in sorted(router.prompt_scores) for each in router.prompt_scores[number]]
+    scores = [each for number in sorted(router.prompt_scores) for each in router.prompt_scores[number]]
+    return router.choices, scores, sum(each.names.count("Preempted") for each in recorded.sequences)
 
 
 @pytest.fixture
@@ -126,7 +133,8 @@ def test_two_ranks_answer_as_one_process(kv_dtype: str, backend: str) -> None:
         with engine_of(size, kv_dtype=kv_dtype, attention_backend=backend) as engine:
             found.append(asyncio.run(answers(engine, specs)))
             assert engine.cache.counters.hit_tokens
-    (expected, expected_scores), (choices, scores) = found
+    (expected, expected_scores, num_preempted), (choices, scores, _) = found
+    assert num_preempted
     assert choices == expected
     assert [each.logprob for each in scores] == pytest.approx([each.logprob for each in expected_scores], abs=1e-4)
 
