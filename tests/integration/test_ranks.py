@@ -41,7 +41,7 @@ from tests.worker_parts import parts_of
 from worker.core import Worker
 
 DEMO = read_checkpoint("demo")
-OPTIONS = WorkerConfig(model="demo", device="cpu", dtype="float32", max_seqs=8, kv_blocks=40, block_size=4)
+OPTIONS = WorkerConfig(model="demo", device="cpu", dtype="float32", max_seqs=8, kv_blocks=32, block_size=4)
 NUM_REQUESTS = 24
 PATIENCE_S = 60.0
 """Other processes compute beside a test."""
@@ -63,10 +63,10 @@ async def worker_on(
     engine: Engine, recorded: RecordedWorker | None = None
 ) -> AsyncIterator[tuple[Worker, asyncio.Task[None]]]:
     guides = Guides(GrammarCompiler.of(DEMO))
-    sizes = {"max_seqs": 8, "chunk_tokens": 24, "max_tokens": 160, "vocab_size": DEMO.vocab_size}
+    sizes = {"max_seqs": 8, "chunk_tokens": 24, "max_tokens": 128, "vocab_size": DEMO.vocab_size}
     events = (recorded or RecordedWorker()).events
     parts = parts_of(engine.thread, engine.cache, **sizes, guides=guides, events=events)
-    worker = new_decode_worker(parts, FakeReceiver(), DecodeConfig(local_prefill_tokens=None))
+    worker = new_decode_worker(parts, FakeReceiver(), DecodeConfig(local_prefill_tokens=None), first_guess_tokens=1)
     running = asyncio.create_task(worker.run())
     try:
         yield worker, running
@@ -80,7 +80,7 @@ async def worker_on(
 def random_requests(seed: int) -> list[GroupSpec]:
     """Of all kinds, many of which begin alike; together too many for the pool."""
     rng = random.Random(seed)
-    stems = [[TokenId(rng.randrange(1, 200)) for _ in range(40)] for _ in range(3)]
+    stems = [[TokenId(rng.randrange(1, 200)) for _ in range(24)] for _ in range(3)]
     kinds: list[dict[str, object]] = [
         {"temperature": 0.0},
         {"temperature": 0.8, "seed": 7, "top_k": 20},
@@ -92,8 +92,8 @@ def random_requests(seed: int) -> list[GroupSpec]:
     specs = []
     for number in range(NUM_REQUESTS):
         kind = kinds[number % len(kinds)]
-        prompt = (*rng.choice(stems)[: rng.randrange(1, 40)], TokenId(rng.randrange(1, 200)))
-        params = SamplingParams(max_tokens=rng.randrange(1, 25), end_token_ids=DEMO.eos_token_ids, **kind)  # type: ignore[arg-type]
+        prompt = (*rng.choice(stems)[: rng.randrange(1, 24)], TokenId(rng.randrange(1, 200)))
+        params = SamplingParams(max_tokens=rng.randrange(12, 30), end_token_ids=DEMO.eos_token_ids, **kind)  # type: ignore[arg-type]
         choices = tuple(map(ChoiceSpec, range(1 if "constraint" in kind else rng.randrange(1, 4))))
         specs.append(GroupSpec(RequestId(f"r{number}"), prompt, params, choices))
     return specs
@@ -108,8 +108,8 @@ async def answers(
         for number, spec in enumerate(specs):
             router.num_choices[Handle(number)] = len(spec.choices)
             worker.reserve(router, Handle(number), spec, local_prefill=True)
-            if number % 5 == 4:
-                await router.until(lambda least=number - 4: len(router.ended) >= least or running.done())
+            if number % 12 == 11:
+                await router.until(lambda least=number - 11: len(router.ended) >= least or running.done())
         await router.until(lambda: len(router.ended) == len(specs) or running.done())
         if running.done():
             await running
@@ -174,7 +174,7 @@ def test_followers_end_with_the_engine_and_say_that_they_do() -> None:
         assert engine.ranks is not None
         (pid,), (end,) = engine.ranks.pids, engine.ranks.ends
         (chosen,) = [each for each in engine.decisions if each.name == "ranks"]
-        assert chosen.value.startswith(f"2, each with {40 * engine.layout.block_bytes // 2} bytes of KV")
+        assert chosen.value.startswith(f"2, each with {32 * engine.layout.block_bytes // 2} bytes of KV")
         assert engine.kv_cache.layout.num_kv_heads * 2 == engine.layout.num_kv_heads
         assert len(engine.ranks.parts[0].bytes) == len(engine.kv_cache.host_rows.view(-1))
         assert end > 0
