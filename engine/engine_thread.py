@@ -121,7 +121,7 @@ class EngineThread:
         if isinstance(outcome, Exception) and is_lost(outcome):
             outcome = _broken("the device is lost to this process", outcome)
         elif isinstance(outcome, GroupBroken):
-            outcome = _broken("the ranks of the model are out of step", outcome)
+            outcome = _broken(f"the model's ranks are lost: {outcome}", outcome)
         elif self._num_failures >= MAX_FAILURES:
             outcome = _broken(f"{self._num_failures} steps in a row failed", outcome)
         if isinstance(outcome, StepResult):

@@ -1,4 +1,4 @@
-"""The followers of a model whose ranks share it, as rank 0 sees them: one process each (`engine.rank`).
+"""The followers of a model whose ranks share it, as rank 0 sees them: one process each (`engine.follower`).
 
     start → each rank loads its shard → create_pools → send, step after step → close
 
