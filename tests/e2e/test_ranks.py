@@ -13,7 +13,7 @@ import pytest
 from bench.support.cluster import becomes_idle, eventually, serve
 from tandem.client import Client
 
-NUM_CALLERS, OUTPUT_TOKENS = 6, 150
+NUM_CALLERS, OUTPUT_TOKENS = 6, 400
 
 pytestmark = pytest.mark.native
 
@@ -65,6 +65,7 @@ def test_a_lost_rank_costs_no_request(ranked: Client, signum: signal.Signals, ra
         (follower,) = followers_of(pid)
         os.kill((pid, follower)[rank], signum)
         assert asked.result(timeout=120) == expected
+    assert answers(ranked) == expected  # if that was idle again already, a stopped rank is noticed now
     assert eventually(lambda: incarnation not in workers_of(ranked) and len(workers_of(ranked)) == 2, 90)
     assert not Path(f"/proc/{follower}").exists()
     assert becomes_idle(ranked)
