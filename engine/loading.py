@@ -36,7 +36,7 @@ from engine.memory import (
     seqs_of,
 )
 from engine.prefix_cache import PrefixCache
-from engine.ranks import Ranks, check_ranks, ranks_decisions, shares_of
+from engine.ranks import Ranks, check_ranks, ranks_decision, shares_of
 from engine.runner import Runner
 from engine.warm_up import StepSizes, warm_up
 from kernels.cpu import library
@@ -146,10 +146,7 @@ def load_engine(config: WorkerConfig, role: EngineRole = ANY_ROLE) -> Engine:
     ranks = None
     try:
         if len(shares) > 1:
-            executor.submit(
-                os.sched_setaffinity, 0, shares[0].cores
-            ).result()  # of the thread, and those that it starts
-            ranks = executor.submit(Ranks.start, config, shares).result()
+            ranks = executor.submit(_start_ranks, config, shares).result()
             owned.append(ranks)
         if device.type == "cuda":
             executor.submit(torch.cuda.set_device, device).result()  # the thread's own: kernels launch on it
@@ -197,10 +194,7 @@ def load_engine(config: WorkerConfig, role: EngineRole = ANY_ROLE) -> Engine:
         thread=EngineThread(runner, executor),
         backend_name=kernels.name,
         sizes=EngineSizes(chunk_tokens, max_seqs, longest, rungs),
-        decisions=(
-            *ranks_decisions(shares, kv_cache.layout, kv_cache.num_blocks),
-            *_decisions(config, model, layout, kernels, kv_cache.num_blocks, max_seqs, chunk_tokens, graphs),
-        ),
+        decisions=_decisions(config, model, layout, kernels, kv_cache, max_seqs, chunk_tokens, graphs, shares),
         graphs=graphs,
         ranks=ranks,
     )
@@ -219,16 +213,21 @@ def _decisions(
     model: LoadedModel,
     layout: KvLayout,
     kernels: Kernels,
-    num_blocks: int,
+    kv_cache: KvCache,
     max_seqs: int,
     chunk_tokens: ChunkTokens,
     graphs: StepGraphs | None,
+    shares: Sequence[CoreShare],
 ) -> tuple[Decision, ...]:
     """Returns what was chosen above, and why."""
+    num_blocks = kv_cache.num_blocks
+    ranks = ranks_decision(shares, kv_cache.layout, num_blocks)
     pool = pool_decision(config, layout, model.device, num_blocks, max_seqs * model.config.context_tokens)
     chunks = chunk_tokens.decision(config.chunk_tokens, model.device)
     captured = None if graphs is None else graphs.decision(config.cuda_graph_seqs)
-    return tuple(filter(None, (kernels.decision, pool, seqs_decision(config.max_seqs, max_seqs), chunks, captured)))
+    return tuple(
+        filter(None, (ranks, kernels.decision, pool, seqs_decision(config.max_seqs, max_seqs), chunks, captured))
+    )
 
 
 def _log_loaded(engine: Engine, kernels: Kernels, attention_asked: str, seconds: float) -> None:

@@ -155,13 +155,13 @@ def shares_of(config: WorkerConfig) -> tuple[CoreShare, ...]:
     return plan_cores(neighbouring_cores(), 0, size, None if threads is None else max(1, threads // size)).decode
 
 
-def ranks_decisions(shares: Sequence[CoreShare], part: KvLayout, num_blocks: int) -> tuple[Decision, ...]:
-    """Returns how the model is shared; nothing where it is not."""
+def ranks_decision(shares: Sequence[CoreShare], part: KvLayout, num_blocks: int) -> Decision | None:
+    """Returns how the model is shared; None where it is not."""
     if len(shares) == 1:
-        return ()
+        return None
     cores = "; ".join(",".join(map(str, share.cores)) for share in shares)
     value = f"{len(shares)}, each with {num_blocks * part.block_bytes} bytes of KV and {shares[0].threads} threads"
-    return (Decision("ranks", value, f"{OPTION} says so; their cores: {cores}", OPTION),)
+    return Decision("ranks", value, f"{OPTION} says so; their cores: {cores}", OPTION)
 
 
 def _start(link: int, slots: int, memory: int) -> subprocess.Popen[bytes]:

@@ -146,7 +146,7 @@ def test_a_follower_that_is_lost_ends_the_engine_in_time(
 ) -> None:
     monkeypatch.setattr(ranks, "LEAST_TIMEOUT_S", 5.0)
     long = GroupSpec(
-        RequestId("r"), (TokenId(5),) * 9, SamplingParams(max_tokens=120, temperature=0.0), (ChoiceSpec(0),)
+        RequestId("r"), (TokenId(5),) * 9, SamplingParams(max_tokens=100, temperature=0.0), (ChoiceSpec(0),)
     )
 
     async def lose(engine: Engine) -> float:
