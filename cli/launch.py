@@ -8,16 +8,13 @@ gRPC threads make that unsafe.
 from __future__ import annotations
 
 import argparse
-import ctypes
 import os
-import signal
 import sys
 from collections.abc import Sequence
 
 from shell.config import lend_cores, show_gpus
 from shell.module_command import module_command
-
-_PR_SET_PDEATHSIG = 1
+from shell.parent import end_with
 
 
 def launch_command(
@@ -60,14 +57,6 @@ def parsed(words: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("module")
     parser.add_argument("arguments", nargs=argparse.REMAINDER)
     return parser.parse_args(words)
-
-
-def end_with(parent: int) -> None:
-    """Has the kernel kill this process when its parent ends; exits with 1 if it has another parent already."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:
-        sys.exit(1)
 
 
 def settle(options: argparse.Namespace) -> None:

@@ -34,6 +34,10 @@ def model_rows(config: DecodeConfig) -> list[Row]:
 
         read_quantization(read_config(found.checkpoint.path))
     found = replace(found, checkpoint=found.checkpoint.within(config.context_tokens))
+    if config.tensor_parallel > 1 and find_spec("torch") is not None:
+        from models.shard import check_shared
+
+        check_shared(found.checkpoint.path, config.model_impl, config.tensor_parallel)
     layout, dtype = _kv_layout(found, config), _dtype(found.checkpoint.path, config)
     weight_bytes = _weight_bytes(found, dtype, config.quantize)
     return [*_identity(found, dtype, config), *_texts(found), *_memory(found, layout, weight_bytes, config)]
@@ -83,7 +87,10 @@ def _texts(found: Servable) -> Iterator[Row]:
 
 def _memory(found: Servable, layout: KvLayout, weight_bytes: float, config: DecodeConfig) -> Iterator[Row]:
     """Prefill and decode workers take the same: each holds all weights and a pool."""
-    context = found.checkpoint.context_tokens
+    context, size = found.checkpoint.context_tokens, config.tensor_parallel
+    if size > 1:  # each rank has the whole embedding, and a K/V head at least
+        weight_bytes += (size - 1) * _embedding_bytes(found)
+        layout = replace(layout, num_kv_heads=size * max(1, layout.num_kv_heads // size))
     yield "weights of a worker", f"about {weight_bytes / _GIB:.2f} GiB"
     yield (
         "KV of a token",
@@ -104,6 +111,9 @@ def _memory(found: Servable, layout: KvLayout, weight_bytes: float, config: Deco
     for role in ("prefill", "decode"):
         yield f"pool of a {role} worker", f"{num_blocks} blocks, {pool_bytes / _GIB:.2f} GiB: {room}"
     wanted = weight_bytes + pool_bytes
+    if size > 1:
+        each = f"about {weight_bytes / size / _GIB:.2f} GiB of weights, {pool_bytes / size / _GIB:.2f} GiB of KV"
+        yield "ranks of a worker", f"{size}, each with {each}"
     told = f"{2 * wanted / _GIB:.2f} GiB for one worker of each role, {available / _GIB:.2f} GiB available on {device}"
     if 2 * wanted > available:
         told += ": too little; a smaller --kv-memory, --quantize int8, or one worker per machine"
@@ -122,7 +132,8 @@ def _kernels(dtype: DType, config: DecodeConfig) -> Iterator[Row]:
     device = resolve_device(config.device)
     kernels = select_kernels(config.attention_backend, device, torch_dtype(dtype), config.cpu_tier)
     yield "kernels", f"{kernels.name} on {device}, operations by {kernels.operations.name}"
-    yield "transports", ", ".join(transports.choose(config.transport, device)[0])
+    names = transports.choose(config.transport, device)[0] if config.tensor_parallel == 1 else ()
+    yield "transports", ", ".join(names) or "none: KV that several ranks hold is not handed over"
 
 
 def _dtype(path: Path, config: DecodeConfig) -> DType:
@@ -141,6 +152,12 @@ def _kv_layout(found: Servable, config: DecodeConfig) -> KvLayout:
     head_dim = read.integer("head_dim", read.integer("hidden_size") // num_heads)
     num_kv_heads = read.integer("num_key_value_heads", num_heads)
     return KvLayout(read.integer("num_hidden_layers"), num_kv_heads, config.block_size, head_dim, dtype)
+
+
+def _embedding_bytes(found: Servable) -> int:
+    """In the dtype of the file."""
+    shape, saved = load_model_config(found.checkpoint.path), read_dtype(read_config(found.checkpoint.path))
+    return shape.vocab_size * shape.hidden_size * (saved or DType.FLOAT32).itemsize_bytes
 
 
 def _weight_bytes(found: Servable, dtype: DType, quantize: str | None) -> float:

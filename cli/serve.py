@@ -111,7 +111,8 @@ class _Server:
         self._shared_listen: str | None = None
         self._held_ports = contextlib.ExitStack()
         self._workers: list[Supervisor] = []
-        lends = config.decode_worker.threads is None and sys.platform == "linux"
+        worker = config.decode_worker
+        lends = worker.threads is None and worker.tensor_parallel == 1 and sys.platform == "linux"
         self._ledger = CoreLedger(self._cores) if lends else None
         self._stopping = False
 

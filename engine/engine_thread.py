@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from engine.device import is_lost
 from engine.runner import Launched, Prepared, Runner
 from engine.step import Direction, Step, StepFailed, StepResult
+from kernels.group import GroupBroken
 from tandem.errors import InternalError
 
 MAX_IN_FLIGHT = 2
@@ -54,7 +55,7 @@ class EngineThread:
         """Prepares a step and hands it to the engine thread; the seqs' tables have been read when this returns.
 
         The result raises what the step raised, FeederFailed if it was fed by a step that failed, or EngineBroken: at
-        once if the device is lost, else if `MAX_FAILURES` in a row failed or drew nothing but broken logits.
+        once if the device or a rank is lost, else if `MAX_FAILURES` in a row failed or drew nothing but broken logits.
         It must not be cancelled: wait with `shell.thread_work.to_the_end`.
         Raises InternalError if two steps are in flight already.
         """
@@ -119,6 +120,8 @@ class EngineThread:
         self._count(launch, outcome)
         if isinstance(outcome, Exception) and is_lost(outcome):
             outcome = _broken("the device is lost to this process", outcome)
+        elif isinstance(outcome, GroupBroken):
+            outcome = _broken(f"the model's ranks are lost: {outcome}", outcome)
         elif self._num_failures >= MAX_FAILURES:
             outcome = _broken(f"{self._num_failures} steps in a row failed", outcome)
         if isinstance(outcome, StepResult):

@@ -7,10 +7,12 @@ Cores and priority are the process's own: `cli.launch` sets them before anything
 from __future__ import annotations
 
 import ctypes
+import os
 import sys
 import time
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -34,10 +36,12 @@ from engine.memory import (
     seqs_of,
 )
 from engine.prefix_cache import PrefixCache
+from engine.ranks import Ranks, check_ranks, ranks_decision, shares_of
 from engine.runner import Runner
 from engine.warm_up import StepSizes, warm_up
 from kernels.cpu import library
 from kernels.dispatch import select_kernels, watch_compilations
+from kernels.group import Group
 from kernels.operations import Kernels
 from kernels.quantized import QuantForm
 from models.config import read_config, read_dtype
@@ -46,6 +50,7 @@ from models.dtypes import torch_dtype
 from models.files.checkpoint import resolve_model
 from models.loading import LoadedModel, load_model
 from shell.config import WorkerConfig
+from shell.cores import CoreShare
 from shell.telemetry.logging import get_logger
 from tandem.decision import Decision
 from tandem.errors import ConfigError
@@ -99,6 +104,8 @@ class Engine:
     """What loading chose by itself."""
     graphs: StepGraphs | None = None
     """Captured steps; None = this engine captures no steps."""
+    ranks: Ranks | None = None
+    """The other processes that compute the model; None if there are none."""
 
     @property
     def pool(self) -> BlockPool:
@@ -113,6 +120,8 @@ class Engine:
         if self.tier is not None:
             self.tier.close()
         self.kv_cache.close()
+        if self.ranks is not None:
+            self.ranks.close()
 
 
 def open_engine_executor(threads: int | None = None) -> ThreadPoolExecutor:
@@ -130,14 +139,19 @@ def load_engine(config: WorkerConfig, role: EngineRole = ANY_ROLE) -> Engine:
     """Blocks until the engine can step. Raises ConfigError and CheckpointError."""
     started_s = time.monotonic()
     device = resolve_device(config.device)
-    max_seqs = seqs_of(config.max_seqs, device)
-    executor = open_engine_executor(config.threads)
-    owned: list[KvCache | HostTier] = []
+    check_ranks(config, device)
+    max_seqs, shares = seqs_of(config.max_seqs, device), shares_of(config)
+    executor = open_engine_executor(config.threads if len(shares) == 1 else shares[0].threads)
+    owned: list[KvCache | HostTier | Ranks] = []
+    ranks = None
     try:
+        if len(shares) > 1:
+            ranks = executor.submit(_start_ranks, config, shares).result()
+            owned.append(ranks)
         if device.type == "cuda":
             executor.submit(torch.cuda.set_device, device).result()  # the thread's own: kernels launch on it
-        kernels = select_kernels(config.attention_backend, device, _probe_dtype(config), config.cpu_tier)
-        model = executor.submit(load, config, device, kernels).result()
+        kernels = select_kernels(config.attention_backend, device, probe_dtype(config), config.cpu_tier)
+        model = executor.submit(load, config, device, kernels, None if ranks is None else ranks.group).result()
         keep_freed_memory()
         if kernels.take_thread is not None:
             executor.submit(kernels.take_thread).result()
@@ -151,6 +165,8 @@ def load_engine(config: WorkerConfig, role: EngineRole = ANY_ROLE) -> Engine:
         step_bytes = executor.submit(warming).result() if device.type == "cuda" else 0
         kv_cache = _create_pool(config, role, model, layout, max_seqs, step_bytes)
         owned.append(kv_cache)
+        if ranks is not None:
+            ranks.create_pools(kv_cache.layout, kv_cache.num_blocks)
         if kv_cache.staging is not None:
             executor.submit(library.obstacle).result()  # hashes the ring's rows; compiled here, never on a loop
         graphs = None if ladder is None else executor.submit(_captured, ladder, model, kv_cache).result()
@@ -158,7 +174,7 @@ def load_engine(config: WorkerConfig, role: EngineRole = ANY_ROLE) -> Engine:
         if tier is not None:
             owned.append(tier)
             executor.submit(tier.measure, kv_cache.blocks_view).result()
-        runner = Runner(model.decoder, kv_cache, kernels, graphs, tier)
+        runner = Runner(model.decoder, kv_cache, kernels, graphs, tier, ranks=ranks)
         disk = _disk_tier(config, tier, layout.block_bytes)
     except BaseException:
         executor.shutdown()
@@ -178,11 +194,18 @@ def load_engine(config: WorkerConfig, role: EngineRole = ANY_ROLE) -> Engine:
         thread=EngineThread(runner, executor),
         backend_name=kernels.name,
         sizes=EngineSizes(chunk_tokens, max_seqs, longest, rungs),
-        decisions=_decisions(config, model, layout, kernels, kv_cache.num_blocks, max_seqs, chunk_tokens, graphs),
+        decisions=_decisions(config, model, layout, kernels, kv_cache, max_seqs, chunk_tokens, graphs, shares),
         graphs=graphs,
+        ranks=ranks,
     )
     _log_loaded(engine, kernels, config.attention_backend, time.monotonic() - started_s)
     return engine
+
+
+def _start_ranks(config: WorkerConfig, shares: Sequence[CoreShare]) -> Ranks:
+    """On the engine thread, which takes its own share with all threads that it starts."""
+    os.sched_setaffinity(0, shares[0].cores)
+    return Ranks.start(config, shares)
 
 
 def _decisions(
@@ -190,16 +213,21 @@ def _decisions(
     model: LoadedModel,
     layout: KvLayout,
     kernels: Kernels,
-    num_blocks: int,
+    kv_cache: KvCache,
     max_seqs: int,
     chunk_tokens: ChunkTokens,
     graphs: StepGraphs | None,
+    shares: Sequence[CoreShare],
 ) -> tuple[Decision, ...]:
     """Returns what was chosen above, and why."""
+    num_blocks = kv_cache.num_blocks
+    ranks = ranks_decision(shares, kv_cache.layout, num_blocks)
     pool = pool_decision(config, layout, model.device, num_blocks, max_seqs * model.config.context_tokens)
     chunks = chunk_tokens.decision(config.chunk_tokens, model.device)
     captured = None if graphs is None else graphs.decision(config.cuda_graph_seqs)
-    return tuple(filter(None, (kernels.decision, pool, seqs_decision(config.max_seqs, max_seqs), chunks, captured)))
+    return tuple(
+        filter(None, (ranks, kernels.decision, pool, seqs_decision(config.max_seqs, max_seqs), chunks, captured))
+    )
 
 
 def _log_loaded(engine: Engine, kernels: Kernels, attention_asked: str, seconds: float) -> None:
@@ -219,12 +247,12 @@ def _log_loaded(engine: Engine, kernels: Kernels, attention_asked: str, seconds:
     )
 
 
-def load(config: WorkerConfig, device: torch.device, kernels: Kernels) -> LoadedModel:
-    """Returns the model with its weights on `device`, rounded as the options say."""
+def load(config: WorkerConfig, device: torch.device, kernels: Kernels, group: Group | None = None) -> LoadedModel:
+    """Returns the model with its weights on `device`, rounded as the options say; the part of this rank of `group`."""
     form = None if config.quantize is None else QuantForm(config.quantize)
     path = resolve_model(config.model)
     how = config.model_impl, config.context_tokens, config.activations
-    return load_model(path, config.dtype, device, kernels, form, *how)
+    return load_model(path, config.dtype, device, kernels, form, *how, group)
 
 
 def keep_freed_memory() -> bool:
@@ -267,7 +295,7 @@ def resolve_device(name: str) -> torch.device:
     return torch.device("cuda", index)
 
 
-def _probe_dtype(config: WorkerConfig) -> torch.dtype:
+def probe_dtype(config: WorkerConfig) -> torch.dtype:
     """Returns the dtype that attention will run in, as far as the config says before weights are read."""
     if config.dtype in set(DType):
         return torch_dtype(DType(config.dtype))
@@ -316,8 +344,10 @@ def _create_pool(
 ) -> KvCache:
     """Returns the pool, with its ring if it has one, beside `step_bytes` of the device for steps.
 
-    Raises ConfigError if there is not so much memory.
+    Of several ranks, this one's part. Raises ConfigError if there is not so much memory for all.
     """
+    own = model.rank_layout(layout.block_size, layout.dtype if isinstance(layout.dtype, QuantDType) else None)
+    layout = replace(own, num_kv_heads=own.num_kv_heads * config.tensor_parallel)
     num_blocks = blocks_that_fit(
         config, layout, model.device, max_seqs * model.config.context_tokens, step_bytes=step_bytes
     )
@@ -326,7 +356,7 @@ def _create_pool(
         ring_rows = ring_rows_for(config, layout, num_blocks)
     check_memory(layout, num_blocks, model.device, ring_rows, step_bytes)
     return KvCache.create(
-        layout,
+        own,
         num_blocks,
         model.device,
         shared=role.shared_kv,

@@ -7,8 +7,9 @@ holds, so last hidden states are projected a tile at a time, and of each tile on
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -50,6 +51,44 @@ class PromptScores:
         return first
 
 
+class ScoreLayout(NamedTuple):
+    """S > 0 known tokens that a step of T tokens scores, on the host."""
+
+    seqs: tuple[tuple[int, int], ...]
+    """See `ScorePlan`, as for all but the counts."""
+    counts: tuple[int, ...]
+    """How many of the best tokens are wanted for each."""
+    rows: npt.NDArray[np.int64]
+    """`[S]`: indices into U."""
+    token_ids: npt.NDArray[np.int64]
+    hidden_rows: npt.NDArray[np.int64]
+    sample_rows: npt.NDArray[np.int64]
+
+    @classmethod
+    def of(
+        cls, chunks: Sequence[ScheduledSeq], starts: npt.NDArray[np.int32], sample_rows: npt.NDArray[np.int64]
+    ) -> ScoreLayout | None:
+        """Returns None if no chunk has tokens to score. `starts` of the chunks and `sample_rows` `[R]` index into T."""
+        wanted = [(number, chunk.scored) for number, chunk in enumerate(chunks) if chunk.scored is not None]
+        if not wanted:
+            return None
+        rows = np.concatenate([starts[n] + each.first_row + np.arange(len(each.token_ids)) for n, each in wanted])
+        hidden_rows = np.union1d(rows, sample_rows).astype(np.int64)
+        return cls(
+            tuple((number, len(each.token_ids)) for number, each in wanted),
+            tuple(each.num_top for _, each in wanted for _ in each.token_ids),
+            np.searchsorted(hidden_rows, rows).astype(np.int64),
+            np.array([token_id for _, each in wanted for token_id in each.token_ids], dtype=np.int64),
+            hidden_rows,
+            np.searchsorted(hidden_rows, sample_rows).astype(np.int64),
+        )
+
+    def placed(self, device: torch.device) -> ScorePlan:
+        """Returns the plan on `device`."""
+        at, *others = upload((self.rows, self.token_ids, self.hidden_rows, self.sample_rows), device)
+        return ScorePlan(self.seqs, LogprobPlan(tuple(range(len(self.counts))), self.counts, at), *others)
+
+
 @dataclass(frozen=True, slots=True)
 class ScorePlan:
     """S > 0 known tokens that a step of T tokens scores, and the rows that it needs for that and for its draws."""
@@ -65,36 +104,10 @@ class ScorePlan:
     sample_rows: torch.Tensor
     """`[R]` int64: the rows that are drawn from, as indices into U."""
 
-    @classmethod
-    def of(
-        cls,
-        chunks: Sequence[ScheduledSeq],
-        starts: npt.NDArray[np.int32],
-        sample_rows: npt.NDArray[np.int64],
-        device: torch.device,
-    ) -> ScorePlan | None:
-        """Returns None if no chunk has tokens to score. `starts` of the chunks and `sample_rows` `[R]` index into T."""
-        wanted = [(number, chunk.scored) for number, chunk in enumerate(chunks) if chunk.scored is not None]
-        if not wanted:
-            return None
-        rows = np.concatenate([starts[n] + each.first_row + np.arange(len(each.token_ids)) for n, each in wanted])
-        hidden_rows = np.union1d(rows, sample_rows).astype(np.int64)
-        arrays = (
-            np.searchsorted(hidden_rows, rows).astype(np.int64),
-            np.array([token_id for _, each in wanted for token_id in each.token_ids], dtype=np.int64),
-            hidden_rows,
-            np.searchsorted(hidden_rows, sample_rows).astype(np.int64),
-        )
-        at, *others = upload(arrays, device)
-        counts = tuple(each.num_top for _, each in wanted for _ in each.token_ids)
-        lengths = tuple((number, len(each.token_ids)) for number, each in wanted)
-        return cls(lengths, LogprobPlan(tuple(range(len(counts))), counts, at), *others)
-
     def score(self, hidden: torch.Tensor, project: Callable[[torch.Tensor], torch.Tensor]) -> BestTokens:
         """From last hidden states `[U, E]`, which `project` turns into logits."""
         rows, parts = self.best.rows, []
-        for start in range(0, len(rows), _TILE_ROWS):
-            tile = slice(start, start + _TILE_ROWS)
+        for tile in score_tiles(len(rows)):
             logits = project(hidden.index_select(0, rows[tile])).to(torch.float32)  # [r, V]
             parts.append(best_and_given(logits, self.token_ids[tile], max(1, *self.best.counts)))
         own, values, indices = (torch.cat(each) for each in zip(*parts, strict=True))
@@ -112,3 +125,8 @@ class ScorePlan:
             scores[number] = BrokenLogits() if is_broken else logprobs
             start += count
         return scores
+
+
+def score_tiles(num_rows: int) -> Iterator[slice]:
+    """Yields the rows that are projected at a time."""
+    return (slice(start, start + _TILE_ROWS) for start in range(0, num_rows, _TILE_ROWS))

@@ -11,22 +11,27 @@ which they were prepared. Owns nothing: model, KV cache and host tier are lent t
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
 import numpy as np
 import torch
 
-from engine.batch import Batch, Forward, build_batch
+from engine.batch import Batch, Forward, place
 from engine.device import Device, Mark
 from engine.graphs import StepGraphs
 from engine.host_tier import HostTier
 from engine.kv_cache import KvCache
 from engine.logprobs import BestTokens
+from engine.rank_link import RankStep
+from engine.ranks import Ranks
 from engine.sampler import Drawn, DrawPlan, draw, plan_draws
 from engine.step import BlockCopy, Direction, DrawnTokens, Step, StepResult, TierMove
-from engine.upload import upload
+from engine.step_layout import lay_out
+from engine.upload import Array, upload
 from kernels.compiled_step import StepInputs
+from kernels.group import Group, SoloGroup
 from kernels.operations import Kernels
 from kernels.reference import ReferenceBackend
 from kernels.reference_operations import ReferenceOperations
@@ -46,6 +51,8 @@ class Prepared:
     copies: tuple[torch.Tensor, ...]
     """`[M, 2]` int64 (source, target) each, to be copied one after the other."""
     uploaded: Mark
+    for_ranks: RankStep[Array] | None = None
+    """What the other ranks of the model compute; None if there are none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,14 +81,17 @@ class Runner:
         graphs: StepGraphs | None = None,
         tier: HostTier | None = None,
         device: Device | None = None,
+        ranks: Ranks | None = None,
     ) -> None:
-        """`device` None: the cache's device."""
+        """`device` None: the cache's device. `ranks`: the others that compute the model, this one being rank 0."""
         self._decoder = decoder
         self._graphs = graphs
         self._kernels = kernels
         self._kv = kv_cache.tensor  # [N, L, 2, Hkv, S, D]
         self._blocks = kv_cache.blocks_view  # [N, block_bytes]
         self._tier = tier
+        self._ranks = ranks
+        self._group: Group = SoloGroup() if ranks is None else ranks.group
         self._block_size = kv_cache.layout.block_size
         self._device = device or Device(self._kv.device)
         self.is_asynchronous = self._device.is_asynchronous
@@ -98,13 +108,15 @@ class Runner:
         self._check_moves(step)
         with self._device.uploading():
             shape_of = None if self._graphs is None else self._graphs.shape_of
-            batch = build_batch(step.chunks, self._block_size, self._kv.device, step.rows, shape_of)
+            layout = lay_out(step.chunks, self._block_size, step.rows, shape_of)
+            batch, runs = place(layout, self._kv.device), independent_runs(step.copies)
             return Prepared(
                 batch=batch,
                 plan=self._plan(batch),
                 moves=step.moves,
-                copies=tuple(self._pairs(copies) for copies in independent_runs(step.copies)),
+                copies=tuple(self._pairs(copies) for copies in runs),
                 uploaded=self._device.mark(),
+                for_ranks=None if self._ranks is None else RankStep.of(layout, runs),
             )
 
     def launch(self, prepared: Prepared, previous: Launched | None) -> Launched:
@@ -141,14 +153,15 @@ class Runner:
         batch, plan = prepared.batch, prepared.plan
         began = self._device.mark()
         self._device.wait_for(prepared.uploaded)
-        if batch.feeds is not None:
-            assert previous is not None, "a step is fed by one that failed"
-            batch.feeds.put(previous.drawn_ids, batch.token_ids)
-        if self._tier is not None:
-            self._tier.move(prepared.moves, self._blocks)
-        for pairs in prepared.copies:
-            self._kernels.operations.copy_blocks(self._blocks, pairs)
-        logits, scores = self._compute(batch)
+        with self._on_ranks(prepared):
+            if batch.feeds is not None:
+                assert previous is not None, "a step is fed by one that failed"
+                batch.feeds.put(previous.drawn_ids, batch.token_ids, self._group)
+            if self._tier is not None:
+                self._tier.move(prepared.moves, self._blocks)
+            for pairs in prepared.copies:
+                self._kernels.operations.copy_blocks(self._blocks, pairs)
+            logits, scores = self._compute(batch)
         fed_ids = None if previous is None else previous.drawn_ids
         drawn = None if plan is None else draw(logits, plan, batch.draw_rows, fed_ids)
         with self._device.downloading():
@@ -160,6 +173,12 @@ class Runner:
                 began=began,
                 ended=self._device.mark(),
             )
+
+    def _on_ranks(self, prepared: Prepared) -> AbstractContextManager[None]:
+        """Sent at launch, not before: a step that its feeder fails is prepared, and never launched."""
+        if self._ranks is None or prepared.for_ranks is None:
+            return nullcontext()
+        return self._ranks.in_step(prepared.for_ranks)
 
     def _compute(self, batch: Batch) -> tuple[torch.Tensor, BestTokens | None]:
         """KV of the step; returns logits `[R, V]` of its draws, and what known tokens score."""

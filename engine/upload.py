@@ -40,11 +40,16 @@ def packed_bytes(arrays: Sequence[Array]) -> int:
 def pack(arrays: Sequence[Array], *, pin_memory: bool) -> torch.Tensor:
     """Lays `arrays` one after the other, each aligned; returns `[bytes]` uint8."""
     packed = torch.empty(packed_bytes(arrays), dtype=torch.uint8, pin_memory=pin_memory)
-    buffer, start = packed.numpy(), 0
+    pack_into(packed.numpy(), arrays)
+    return packed
+
+
+def pack_into(buffer: npt.NDArray[np.uint8], arrays: Sequence[Array]) -> None:
+    """The same in `buffer`, which may be longer."""
+    start = 0
     for array in arrays:
         buffer[start : start + array.nbytes].view(array.dtype)[:] = array.reshape(-1)
         start += _padded(array.nbytes)
-    return packed
 
 
 def unpack(buffer: torch.Tensor, like: Sequence[Array]) -> list[torch.Tensor]:

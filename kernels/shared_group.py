@@ -60,10 +60,11 @@ class SharedGroup:
     def __init__(self, descriptor: int, rank: int, size: int, join_timeout_s: float, timeout_s: float) -> None:
         """Maps the memory of `create_group_memory` and waits for the other ranks, at most `join_timeout_s`.
 
-        `timeout_s`: of each later wait. Does not keep `descriptor`. Raises GroupBroken.
+        `timeout_s`: of each later wait, until another is set. Does not keep `descriptor`. Raises GroupBroken.
         """
         self.rank, self.size = rank, size
-        self._timeout_s = join_timeout_s
+        self.timeout_s = join_timeout_s
+        """How long a wait may last."""
         self._memory = mmap.mmap(descriptor, 0)
         self._address = ctypes.addressof(ctypes.c_char.from_buffer(self._memory))
         self._pids = memoryview(self._memory)[_PIDS_AT : _PIDS_AT + 4 * size].cast("i")
@@ -79,7 +80,7 @@ class SharedGroup:
             self._ends = {peer: os.pidfd_open(self._pids[peer]) for peer in self._peers}
         except OSError as error:
             raise self._broken(f"a rank ended while it joined: {error.strerror}") from error
-        self._timeout_s = timeout_s
+        self.timeout_s = timeout_s
 
     def abort(self) -> None:
         """Ends the waits of all ranks, and their next exchanges, with GroupBroken."""
@@ -134,7 +135,7 @@ class SharedGroup:
         """Returns when every peer is here too."""
         for peer in self._peers:
             _libc.sem_post(self._semaphore(self.rank, peer))
-        deadline = time.monotonic() + self._timeout_s
+        deadline = time.monotonic() + self.timeout_s
         for peer in self._peers:
             semaphore = self._semaphore(peer, self.rank)
             while self._memory[0] or not _waited(semaphore):
@@ -143,7 +144,7 @@ class SharedGroup:
                 if self._has_ended(peer) and _libc.sem_trywait(semaphore):
                     raise self._broken(f"rank {peer} has ended")
                 if time.monotonic() > deadline:
-                    raise self._broken(f"rank {peer} did not answer within {self._timeout_s:g} s")
+                    raise self._broken(f"rank {peer} did not answer within {self.timeout_s:g} s")
 
     def _semaphore(self, giver: int, taker: int) -> ctypes.c_void_p:
         return ctypes.c_void_p(self._address + _SEMAPHORES_AT + (giver * self.size + taker) * _SEMAPHORE_BYTES)

@@ -26,7 +26,7 @@ from models.gguf_store import GgufStore
 from models.preflight import AUTO, TRANSFORMERS, check_loadable
 from models.quantization.config import read_quantization
 from models.rope_config import LongRopeScaling
-from models.shard import OPTION, Shard
+from models.shard import Shard, check_shared
 from models.tensor_names import (
     expected_tensors,
     stacked_tensor,
@@ -101,7 +101,7 @@ def load_model(
         if activations not in (AUTO, PLAIN):
             raise ConfigError("--activations", f"{activations} is for families computed natively: leave it out")
         if group is not None:
-            raise ConfigError(OPTION, f"models that transformers runs cannot be split: give 1 ({path})")
+            check_shared(path, implementation, group.size)
         return _load_with_transformers(path, read, dtype, device, kernels, form, context_tokens)
     config = load_model_config(path, context_tokens)
     shard = None if group is None else Shard(config, group)

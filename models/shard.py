@@ -15,15 +15,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
+from pathlib import Path
 from typing import TypeVar
 
 import torch
 
-from kernels.group import Group
+from kernels.group import Group, SoloGroup
 from kernels.operations import Operations
 from kernels.quantized import HALF_BYTES, QuantizedWeight
 from kernels.split_maps import SegmentedLinear
-from models.config import ModelConfig
+from models.config import ModelConfig, load_model_config
+from models.preflight import TRANSFORMERS, check_loadable
 from tandem.errors import ConfigError
 
 SEGMENTS = 8
@@ -37,6 +39,13 @@ Weight = torch.Tensor | QuantizedWeight
 WeightT = TypeVar("WeightT", torch.Tensor, QuantizedWeight, Weight)
 Rows = Sequence[torch.Tensor] | None
 """Of each of some weights that are stacked, the rows that are held; None: all."""
+
+
+def check_shared(path: Path, implementation: str, size: int) -> None:
+    """Raises ConfigError where `size` ranks cannot share the model at `path`, as far as its config says."""
+    if check_loadable(path, implementation)[0] == TRANSFORMERS:
+        raise ConfigError(OPTION, f"models that transformers runs cannot be split: give 1 ({path})")
+    Shard(load_model_config(path), SoloGroup(0, size))
 
 
 def rows_of(weight: WeightT, rows: torch.Tensor) -> WeightT:

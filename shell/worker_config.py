@@ -127,6 +127,13 @@ class WorkerConfig(ProcessConfig):
         "auto, cpu, cuda or cuda:I; auto is the first GPU, if there is one",
         text(r"auto|cpu|cuda(:\d+)?", "auto, cpu, cuda or cuda:I", "DEVICE"),
     )
+    tensor_parallel: int = _compute(
+        "tensor-parallel",
+        1,
+        "processes that share the model, each with a part of every layer and of the KV: 1, 2, 4 or 8; more than 1 on "
+        "CPUs alone",
+        integer(1, 8),
+    )
     dtype: str = _model(
         "dtype", "auto", "element type of weights and KV", one_of("auto", "float32", "bfloat16", "float16")
     )
@@ -221,7 +228,9 @@ class WorkerConfig(ProcessConfig):
     cpu_tier: str | None = _internal(
         "cpu-tier", None, "instructions of a CPU's kernels: docs/kernels.md", text(r"\w+", "a tier"), none_word="auto"
     )
-    threads: int | None = _compute("threads", None, "CPU threads of the engine", integer(1, 1024), none_word="auto")
+    threads: int | None = _compute(
+        "threads", None, "CPU threads of the engine, its ranks together", integer(1, 1024), none_word="auto"
+    )
     cuda_graph_seqs: int | None = _compute(
         "cuda-graphs",
         None,

@@ -41,6 +41,7 @@ import cli.serve
 from cli import launch
 from cli.command import COMMANDS
 from cli.supervisor import Process
+from shell.parent import end_with
 
 for _command in COMMANDS.values():  # `main` would import the module of its command in each fork
     importlib.import_module(_command.module)
@@ -232,7 +233,7 @@ def _become(words: Sequence[str], asking: int, stdout: int, stderr: int) -> None
     ends_s = time.monotonic() + _DEADLINE_S
     while os.getppid() != options.parent and time.monotonic() < ends_s:  # the process in between ends
         time.sleep(_ADOPTED_POLL_S)
-    launch.end_with(options.parent)
+    end_with(options.parent)
     os.setpgid(0, 0)
     for descriptor, number in ((stdout, 1), (stderr, 2)):
         os.dup2(descriptor, number)
@@ -273,7 +274,7 @@ def _fork_children() -> None:
     parent = os.getpid()
     if _forked() == 0:
         ours.close()
-        launch.end_with(parent)
+        end_with(parent)
         os.setpgid(0, 0)
         setproctitle(f"{_MODULE} {_FORK_SERVER}")
         with open(os.devnull, "w") as nothing:

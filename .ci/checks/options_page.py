@@ -22,9 +22,9 @@ COMMANDS: dict[str, type[Any]] = {
 }
 """Commands, and what they read; `calls` are all that call a server."""
 PROCESSES = frozenset(COMMANDS) - {"calls"}
-MOST_OPTIONS = 62
-"""Of processes that serve: somebody must read them all to find the one to turn. 60, --activations, and --config, which
-holds them."""
+MOST_OPTIONS = 63
+"""Of processes that serve: somebody must read them all to find the one to turn. 60, --activations, --config, which
+holds them, and --tensor-parallel."""
 HEAD = """# Options
 
 <!-- made by .ci/checks/options_page.py -->

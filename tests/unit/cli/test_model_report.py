@@ -41,3 +41,17 @@ def test_a_quantised_checkpoint_is_judged_as_its_loader_does(tmp_path: Path) -> 
 def test_a_context_longer_than_the_model_s_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="--context-tokens: 5000 is above the model's 4096"):
         rows(TINY_MODELS[0], tmp_path, 5000)
+
+
+def test_what_each_rank_holds_is_told_and_a_number_that_cannot_share_the_model_is_refused(tmp_path: Path) -> None:
+    save_tiny_model(TINY_MODELS[0], tmp_path)  # 2 K/V heads: each of 4 ranks holds one
+    config = dataclasses.replace(DecodeConfig(), model=str(tmp_path), device="cpu", kv_blocks=1 << 16)
+    alone, shared = (
+        dict(model_rows(dataclasses.replace(config, tensor_parallel=size)))["pool of a decode worker"]
+        for size in (2, 4)
+    )
+    assert (alone.split()[2], shared.split()[2]) == ("0.50", "1.00")
+    ranks = dict(model_rows(dataclasses.replace(config, tensor_parallel=4)))["ranks of a worker"]
+    assert ranks == "4, each with about 0.00 GiB of weights, 0.25 GiB of KV"
+    with pytest.raises(ConfigError, match="--tensor-parallel: 8 ranks cannot share 4 heads evenly: give 1 or 2 or 4"):
+        model_rows(dataclasses.replace(config, tensor_parallel=8))

@@ -1,0 +1,34 @@
+"""`python -m engine.rank PARENT LINK SLOTS GROUP`: a process that follows rank 0 (`engine.follower`), started by it.
+
+The last three are descriptors. The process is bound to its parent before torch is imported, which takes seconds.
+"""
+
+from __future__ import annotations
+
+import signal
+import sys
+from multiprocessing.connection import Connection
+
+from shell.parent import end_with
+
+
+def main() -> int:
+    """Returns the exit code."""
+    parent, link, slots, memory = map(int, sys.argv[1:])
+    end_with(parent)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # of a terminal: the parent decides
+    from engine.follower import follow
+    from engine.rank_link import StepSlots
+    from kernels.group import GroupBroken
+    from shell.telemetry.logging import get_logger
+
+    try:
+        follow(Connection(link), StepSlots(slots), memory)
+    except GroupBroken as error:
+        get_logger(__name__).error("the rank ends", why=str(error), exc_info=error.__cause__)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

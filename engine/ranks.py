@@ -1,0 +1,186 @@
+"""The followers of a model whose ranks share it, as rank 0 sees them: one process each (`engine.follower`).
+
+    start → each rank loads its shard → create_pools → send, step after step → close
+
+Followers are children of the engine's thread, and the kernel kills them when it ends. One that ends, fails, or does not
+answer breaks the group; no rank is replaced alone.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from multiprocessing.connection import Connection, Pipe
+from multiprocessing.reduction import send_handle
+from typing import Any, Final, TypeAlias
+
+import torch
+
+from engine.kv_cache import HostMemory
+from engine.rank_link import LEAST_TIMEOUT_S, RankStep, StepSender, StepSlots, in_step
+from engine.upload import Array
+from kernels.shared_group import SharedGroup, create_group_memory
+from models.files.checkpoint import resolve_model
+from models.shard import OPTION, check_shared
+from shell.config import WorkerConfig
+from shell.core_order import neighbouring_cores
+from shell.cores import CoreShare, plan_cores
+from shell.module_command import module_command
+from tandem.decision import Decision
+from tandem.errors import ConfigError, InternalError
+from tandem.kv_layout import KvLayout
+
+JOIN_TIMEOUT_S = 60.0
+"""Ranks join once all have started."""
+
+_Link: TypeAlias = "Connection[Any, Any]"
+
+
+@dataclass(frozen=True, slots=True)
+class RankTask:
+    """What a follower is started for."""
+
+    config: WorkerConfig
+    rank: int
+    share: CoreShare
+    timeout_s: float
+    """How long other ranks may stand still, until steps show otherwise."""
+
+
+@dataclass(frozen=True, slots=True)
+class RankPool:
+    """A follower's part of the pool; the descriptor of its memory file follows."""
+
+    layout: KvLayout
+    num_blocks: int
+
+
+class Ranks:
+    """Made by `start`, on the thread that computes; `close` ends the followers."""
+
+    def __init__(
+        self, group: SharedGroup, slots: StepSlots, processes: Sequence[subprocess.Popen[bytes]], links: Sequence[_Link]
+    ) -> None:
+        """Takes over all; processes and links are those of ranks 1, 2, …"""
+        self.group: Final = group
+        """The group, of which this process is rank 0."""
+        self.parts: tuple[HostMemory, ...] = ()
+        """The followers' parts of the pool, `[N * block_bytes]` each, mapped here too; owned here."""
+        self.ends = [os.pidfd_open(process.pid) for process in processes]
+        """Descriptors that become readable when a follower ends; owned here."""
+        self._processes = processes
+        self._links = links
+        self._sender = StepSender(slots, links, group)
+
+    @classmethod
+    def start(cls, config: WorkerConfig, shares: Sequence[CoreShare]) -> Ranks:
+        """Starts the followers, on `shares` of the cores; returns once they have joined. Raises InternalError."""
+        slots, memory = StepSlots.create(), create_group_memory(len(shares))
+        processes: list[subprocess.Popen[bytes]] = []
+        links: list[_Link] = []
+        try:
+            for rank, share in enumerate(shares[1:], 1):
+                link, theirs = Pipe()
+                with theirs:
+                    processes.append(_start(theirs.fileno(), slots, memory))
+                links.append(link)
+                link.send(RankTask(config, rank, share, LEAST_TIMEOUT_S))
+            _hear(links)
+            group = SharedGroup(memory, 0, len(shares), JOIN_TIMEOUT_S, LEAST_TIMEOUT_S)
+            return cls(group, StepSlots(slots), processes, links)
+        except BaseException:
+            _end(processes)
+            raise
+        finally:
+            os.close(slots)
+            os.close(memory)
+
+    @property
+    def pids(self) -> tuple[int, ...]:
+        """Returns the followers' process ids."""
+        return tuple(process.pid for process in self._processes)
+
+    def create_pools(self, layout: KvLayout, num_blocks: int) -> None:
+        """Gives each follower its part, once it has loaded. Raises InternalError, ConfigError."""
+        _hear(self._links)
+        for process, link in zip(self._processes, self._links, strict=True):
+            try:
+                part = HostMemory.allocate(num_blocks * layout.block_bytes, shared=True)
+            except (OSError, RuntimeError) as error:
+                raise ConfigError("--kv-memory", f"a rank's part of the pool: {error}") from error
+            self.parts = (*self.parts, part)
+            link.send(RankPool(layout, num_blocks))
+            assert part.shared_fd is not None
+            send_handle(link, part.shared_fd, process.pid)
+        _hear(self._links)
+
+    @contextmanager
+    def in_step(self, step: RankStep[Array]) -> Iterator[None]:
+        """Sends `step`, which this rank computes within, as the others do. Raises GroupBroken."""
+        with in_step(self.group):
+            self._sender.send(step)
+            yield
+
+    def close(self) -> None:
+        """Ends the followers, and gives their parts back. Idempotent."""
+        self.group.close()
+        _end(self._processes)
+        for link in self._links:
+            link.close()
+        for part in self.parts:
+            part.close()
+        while self.ends:
+            os.close(self.ends.pop())
+
+
+def check_ranks(config: WorkerConfig, device: torch.device) -> None:
+    """Raises ConfigError for what several ranks cannot do, CheckpointError."""
+    if config.tensor_parallel == 1:
+        return
+    if device.type != "cpu" or sys.platform != "linux":
+        raise ConfigError(OPTION, "several ranks compute on CPUs of Linux alone: give --device cpu, or 1")
+    for option, value in (("--host-cache-memory", config.host_cache_bytes), ("--disk-cache", config.disk_cache)):
+        if value:
+            raise ConfigError(OPTION, f"several ranks do not move KV to {option}: leave that out, or give 1")
+    check_shared(resolve_model(config.model), config.model_impl, config.tensor_parallel)
+
+
+def shares_of(config: WorkerConfig) -> tuple[CoreShare, ...]:
+    """Deals the cores of this process among the ranks, neighbours to the same one."""
+    size, threads = config.tensor_parallel, config.threads
+    return plan_cores(neighbouring_cores(), 0, size, None if threads is None else max(1, threads // size)).decode
+
+
+def ranks_decision(shares: Sequence[CoreShare], part: KvLayout, num_blocks: int) -> Decision | None:
+    """Returns how the model is shared; None where it is not."""
+    if len(shares) == 1:
+        return None
+    cores = "; ".join(",".join(map(str, share.cores)) for share in shares)
+    value = f"{len(shares)}, each with {num_blocks * part.block_bytes} bytes of KV and {shares[0].threads} threads"
+    return Decision("ranks", value, f"{OPTION} says so; their cores: {cores}", OPTION)
+
+
+def _start(link: int, slots: int, memory: int) -> subprocess.Popen[bytes]:
+    descriptors = (link, slots, memory)
+    command = module_command("engine.rank", *map(str, (os.getpid(), *descriptors)))
+    return subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=2, pass_fds=descriptors)
+
+
+def _hear(links: Sequence[_Link]) -> None:
+    """Waits for all followers to have done what comes next."""
+    for rank, link in enumerate(links, 1):
+        try:
+            link.recv_bytes()
+        except (EOFError, OSError) as error:
+            raise InternalError(f"rank {rank} ended before it could compute; its log says why") from error
+
+
+def _end(processes: Sequence[subprocess.Popen[bytes]]) -> None:
+    for process in processes:
+        process.kill()
+    for process in processes:
+        process.wait()

@@ -1,0 +1,195 @@
+"""A worker whose model two processes share: the tokens of one process, and its end when a follower is lost."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import signal
+import time
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager, suppress
+from dataclasses import replace
+
+import pytest
+
+from decode_worker.worker import new_decode_worker
+from engine import ranks
+from engine.engine_thread import EngineBroken
+from engine.guides import Guides
+from engine.loading import Engine, load_engine
+from models.files.checkpoint import read_checkpoint
+from models.grammar import GrammarCompiler
+from shell.config import DecodeConfig, WorkerConfig
+from tandem.errors import ConfigError
+from tandem.option_values import SizedFolder
+from tandem.types import (
+    ChoiceSpec,
+    Constraint,
+    GroupSpec,
+    Handle,
+    Language,
+    RequestId,
+    SamplingParams,
+    TokenId,
+    TokenLogprobs,
+)
+from tests.heard_router import HeardRouter
+from tests.recorded_events import RecordedWorker
+from tests.unit.decode_worker.conftest import FakeReceiver
+from tests.worker_parts import parts_of
+from worker.core import Worker
+
+DEMO = read_checkpoint("demo")
+OPTIONS = WorkerConfig(model="demo", device="cpu", dtype="float32", max_seqs=8, kv_blocks=32, block_size=4)
+NUM_REQUESTS = 24
+PATIENCE_S = 60.0
+"""Other processes compute beside a test."""
+
+pytestmark = pytest.mark.native
+
+
+@contextmanager
+def engine_of(size: int, **options: object) -> Iterator[Engine]:
+    engine = load_engine(replace(OPTIONS, tensor_parallel=size, **options))
+    try:
+        yield engine
+    finally:
+        engine.close()
+
+
+@asynccontextmanager
+async def worker_on(
+    engine: Engine, recorded: RecordedWorker | None = None
+) -> AsyncIterator[tuple[Worker, asyncio.Task[None]]]:
+    guides = Guides(GrammarCompiler.of(DEMO))
+    sizes = {"max_seqs": 8, "chunk_tokens": 24, "max_tokens": 128, "vocab_size": DEMO.vocab_size}
+    events = (recorded or RecordedWorker()).events
+    parts = parts_of(engine.thread, engine.cache, **sizes, guides=guides, events=events)
+    worker = new_decode_worker(parts, FakeReceiver(), DecodeConfig(local_prefill_tokens=None), first_guess_tokens=1)
+    running = asyncio.create_task(worker.run())
+    try:
+        yield worker, running
+    finally:
+        running.cancel()
+        with suppress(asyncio.CancelledError, EngineBroken):
+            await running
+        guides.close()
+
+
+def random_requests(seed: int) -> list[GroupSpec]:
+    """Of all kinds, many of which begin alike; together too many for the pool."""
+    rng = random.Random(seed)
+    stems = [[TokenId(rng.randrange(1, 200)) for _ in range(24)] for _ in range(3)]
+    kinds: list[dict[str, object]] = [
+        {"temperature": 0.0},
+        {"temperature": 0.8, "seed": 7, "top_k": 20},
+        {"temperature": 0.0, "repetition_penalty": 1.3, "logprobs": 2},
+        {"temperature": 0.0, "prompt_logprobs": 2},
+        {"temperature": 0.0, "beam_width": 3},
+        {"temperature": 0.0, "constraint": Constraint(Language.REGEX, ("[a-z]{1,20}",))},
+    ]
+    specs = []
+    for number in range(NUM_REQUESTS):
+        kind = kinds[number % len(kinds)]
+        prompt = (*rng.choice(stems)[: rng.randrange(1, 24)], TokenId(rng.randrange(1, 200)))
+        params = SamplingParams(max_tokens=rng.randrange(12, 30), end_token_ids=DEMO.eos_token_ids, **kind)  # type: ignore[arg-type]
+        choices = tuple(map(ChoiceSpec, range(1 if "constraint" in kind else rng.randrange(1, 4))))
+        specs.append(GroupSpec(RequestId(f"r{number}"), prompt, params, choices))
+    return specs
+
+
+async def answers(
+    engine: Engine, specs: Sequence[GroupSpec]
+) -> tuple[dict[object, list[TokenId]], list[TokenLogprobs]]:
+    """By handle and choice; and what prompts score."""
+    router, recorded = HeardRouter(), RecordedWorker()
+    async with worker_on(engine, recorded) as (worker, running):
+        for number, spec in enumerate(specs):
+            router.num_choices[Handle(number)] = len(spec.choices)
+            worker.reserve(router, Handle(number), spec, local_prefill=True)
+            if number % 12 == 11:
+                await router.until(lambda least=number - 11: len(router.ended) >= least or running.done())
+        await router.until(lambda: len(router.ended) == len(specs) or running.done())
+        if running.done():
+            await running
+        await worker.drained()
+        worker.check_idle()
+    assert not router.errors
+    scores = [each for number in sorted(router.prompt_scores) for each in router.prompt_scores[number]]
+    return router.choices, scores, sum(each.names.count("Preempted") for each in recorded.sequences)
+
+
+@pytest.fixture
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ranks, "LEAST_TIMEOUT_S", PATIENCE_S)
+
+
+@pytest.mark.usefixtures("patient")
+@pytest.mark.parametrize(("kv_dtype", "backend"), [("auto", "cpu"), ("int8", "cpu"), ("auto", "reference")])
+def test_two_ranks_answer_as_one_process(kv_dtype: str, backend: str) -> None:
+    specs, found = random_requests(seed=3), []
+    for size in (1, 2):
+        with engine_of(size, kv_dtype=kv_dtype, attention_backend=backend) as engine:
+            found.append(asyncio.run(answers(engine, specs)))
+            assert engine.cache.counters.hit_tokens
+    (expected, expected_scores, num_preempted), (choices, scores, _) = found
+    assert num_preempted
+    assert choices == expected
+    assert [each.logprob for each in scores] == pytest.approx([each.logprob for each in expected_scores], abs=1e-4)
+
+
+@pytest.mark.parametrize("signum", [signal.SIGKILL, signal.SIGSTOP])
+@pytest.mark.parametrize("is_idle", [True, False])
+def test_a_follower_that_is_lost_ends_the_engine_in_time(
+    monkeypatch: pytest.MonkeyPatch, signum: signal.Signals, *, is_idle: bool
+) -> None:
+    monkeypatch.setattr(ranks, "LEAST_TIMEOUT_S", 5.0)
+    long = GroupSpec(
+        RequestId("r"), (TokenId(5),) * 9, SamplingParams(max_tokens=100, temperature=0.0), (ChoiceSpec(0),)
+    )
+
+    async def lose(engine: Engine) -> float:
+        router = HeardRouter(num_choices={Handle(1): 1})
+        async with worker_on(engine) as (worker, running):
+            if not is_idle:
+                worker.reserve(router, Handle(1), long, local_prefill=True)
+                await router.until(lambda: (Handle(1), 0) in router.choices)
+            assert engine.ranks is not None
+            os.kill(engine.ranks.pids[0], signum)
+            lost_s = time.monotonic()
+            if is_idle:
+                worker.reserve(router, Handle(1), long, local_prefill=True)
+            with pytest.raises(EngineBroken):
+                await running
+            return time.monotonic() - lost_s
+
+    with engine_of(2) as engine:
+        seconds = asyncio.run(lose(engine))
+        assert seconds < (5 if signum is signal.SIGKILL else 30)
+
+
+def test_followers_end_with_the_engine_and_say_that_they_do() -> None:
+    with engine_of(2) as engine:
+        assert engine.ranks is not None
+        (pid,), (end,) = engine.ranks.pids, engine.ranks.ends
+        (chosen,) = [each for each in engine.decisions if each.name == "ranks"]
+        assert chosen.value.startswith(f"2, each with {32 * engine.layout.block_bytes // 2} bytes of KV")
+        assert engine.kv_cache.layout.num_kv_heads * 2 == engine.layout.num_kv_heads
+        assert len(engine.ranks.parts[0].bytes) == len(engine.kv_cache.host_rows.view(-1))
+        assert end > 0
+    with pytest.raises(ProcessLookupError):
+        os.kill(pid, 0)
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"tensor_parallel": 3}, "3 is none of 1, 2, 4, 8"),
+        ({"tensor_parallel": 2, "host_cache_bytes": 1 << 20}, "leave that out, or give 1"),
+        ({"tensor_parallel": 2, "disk_cache": SizedFolder("/tmp", 1 << 20)}, "leave that out, or give 1"),
+    ],
+)
+def test_what_ranks_cannot_do_is_refused_by_name(options: dict[str, object], reason: str) -> None:
+    with pytest.raises(ConfigError, match=reason):
+        load_engine(replace(OPTIONS, **options))  # type: ignore[arg-type]
