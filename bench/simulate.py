@@ -29,8 +29,8 @@ import uvloop
 from bench.peers.servers import DISAGGREGATED, TANDEM_SERVERS, Server, tandem_turns, warm_up
 from bench.support.step_timer import StepTimer
 from bench.support.streams import Stream, StreamClient, fresh_prompts
+from engine.allocator import keep_freed_memory
 from engine.chunking import ChunkTokens
-from engine.loading import keep_freed_memory
 from engine.step import Step
 from kernels.dispatch import AUTO, select_kernels
 from models.loading import LoadedModel, load_model

@@ -34,7 +34,7 @@ def model_rows(config: DecodeConfig) -> list[Row]:
 
         read_quantization(read_config(found.checkpoint.path))
     found = replace(found, checkpoint=found.checkpoint.within(config.context_tokens))
-    if config.tensor_parallel > 1 and find_spec("torch") is not None:
+    if config.tensor_parallel is not None and find_spec("torch") is not None:
         from models.shard import check_shared
 
         check_shared(found.checkpoint.path, config.model_impl, config.tensor_parallel)
@@ -87,7 +87,7 @@ def _texts(found: Servable) -> Iterator[Row]:
 
 def _memory(found: Servable, layout: KvLayout, weight_bytes: float, config: DecodeConfig) -> Iterator[Row]:
     """Prefill and decode workers take the same: each holds all weights and a pool."""
-    context, size = found.checkpoint.context_tokens, config.tensor_parallel
+    context, size = found.checkpoint.context_tokens, config.num_ranks
     if size > 1:  # each rank has the whole embedding, and a K/V head at least
         weight_bytes += (size - 1) * _embedding_bytes(found)
         layout = replace(layout, num_kv_heads=size * max(1, layout.num_kv_heads // size))
@@ -132,8 +132,7 @@ def _kernels(dtype: DType, config: DecodeConfig) -> Iterator[Row]:
     device = resolve_device(config.device)
     kernels = select_kernels(config.attention_backend, device, torch_dtype(dtype), config.cpu_tier)
     yield "kernels", f"{kernels.name} on {device}, operations by {kernels.operations.name}"
-    names = transports.choose(config.transport, device)[0] if config.tensor_parallel == 1 else ()
-    yield "transports", ", ".join(names) or "none: KV that several ranks hold is not handed over"
+    yield "transports", ", ".join(transports.choose(config.transport, device, config.num_ranks)[0])
 
 
 def _dtype(path: Path, config: DecodeConfig) -> DType:

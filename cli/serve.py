@@ -112,7 +112,7 @@ class _Server:
         self._held_ports = contextlib.ExitStack()
         self._workers: list[Supervisor] = []
         worker = config.decode_worker
-        lends = worker.threads is None and worker.tensor_parallel == 1 and sys.platform == "linux"
+        lends = worker.threads is None and worker.num_ranks == 1 and sys.platform == "linux"
         self._ledger = CoreLedger(self._cores) if lends else None
         self._stopping = False
 

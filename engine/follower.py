@@ -5,7 +5,6 @@ It knows no seq, draws nothing, and frees nothing.
 
 from __future__ import annotations
 
-import mmap
 import os
 from contextlib import suppress
 from itertools import accumulate, pairwise
@@ -16,8 +15,8 @@ from typing import Any
 import torch
 
 from engine.batch import Forward
-from engine.kv_cache import HostMemory, KvCache
-from engine.loading import keep_freed_memory, load, probe_dtype
+from engine.kv_cache import KvCache
+from engine.loading import load_here, probe_dtype
 from engine.prompt_scores import score_tiles
 from engine.rank_link import RankStep, StepSlots, in_step
 from engine.ranks import JOIN_TIMEOUT_S, RankTask
@@ -46,20 +45,13 @@ def _serve(link: Connection[Any, Any], slots: StepSlots, memory: int) -> None:
     os.sched_setaffinity(0, task.share.cores)
     torch.set_num_threads(task.share.threads)
     link.send_bytes(b"")
-    group = SharedGroup(memory, task.rank, config.tensor_parallel, JOIN_TIMEOUT_S, task.timeout_s)
+    group = SharedGroup(memory, task.rank, config.num_ranks, JOIN_TIMEOUT_S, task.timeout_s)
     os.close(memory)
     device = torch.device("cpu")
     kernels = select_kernels(config.attention_backend, device, probe_dtype(config), config.cpu_tier)
-    model = load(config, device, kernels, group)
-    keep_freed_memory()
-    if kernels.take_thread is not None:
-        kernels.take_thread()
+    model = load_here(config, device, kernels, group)
     link.send_bytes(b"")
-    pool = link.recv()
-    descriptor = recv_handle(link)
-    size_bytes = pool.num_blocks * pool.layout.block_bytes
-    part = torch.frombuffer(mmap.mmap(descriptor, size_bytes), dtype=torch.uint8)
-    kv_cache = KvCache(pool.layout, HostMemory(part, descriptor), None)
+    kv_cache = KvCache.mapped(link.recv(), recv_handle(link))
     link.send_bytes(b"")
     follower = Follower(model.decoder, kv_cache, kernels.operations, group)
     while True:

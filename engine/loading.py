@@ -6,9 +6,7 @@ Cores and priority are the process's own: `cli.launch` sets them before anything
 
 from __future__ import annotations
 
-import ctypes
 import os
-import sys
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -18,6 +16,7 @@ from pathlib import Path
 
 import torch
 
+from engine.allocator import keep_freed_memory
 from engine.block_pool import BlockPool
 from engine.chunking import ChunkTokens, EngineSizes
 from engine.disk_tier import DiskTier
@@ -41,7 +40,7 @@ from engine.runner import Runner
 from engine.warm_up import StepSizes, warm_up
 from kernels.cpu import library
 from kernels.dispatch import select_kernels, watch_compilations
-from kernels.group import Group
+from kernels.group import Group, SoloGroup
 from kernels.operations import Kernels
 from kernels.quantized import QuantForm
 from models.config import read_config, read_dtype
@@ -59,13 +58,6 @@ from tandem.kv_layout import SCALE_BYTES, DType, KvLayout, QuantDType
 _log = get_logger(__name__)
 
 AUTO = "auto"
-_MALLOC_SETTINGS = (
-    (-3, 32 << 20),  # M_MMAP_THRESHOLD, the most that glibc takes; larger chunks are still mapped one by one
-    (-1, 1 << 30),  # M_TRIM_THRESHOLD
-    (-2, 64 << 20),  # M_TOP_PAD
-    (-8, 4),  # M_ARENA_MAX: threads of links come and go, and a new arena for each would keep what it once held
-)
-"""Parameters of mallopt by their numbers in malloc.h; all but the last are bytes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -143,30 +135,25 @@ def load_engine(config: WorkerConfig, role: EngineRole = ANY_ROLE) -> Engine:
     max_seqs, shares = seqs_of(config.max_seqs, device), shares_of(config)
     executor = open_engine_executor(config.threads if len(shares) == 1 else shares[0].threads)
     owned: list[KvCache | HostTier | Ranks] = []
-    ranks = None
     try:
-        if len(shares) > 1:
-            ranks = executor.submit(_start_ranks, config, shares).result()
+        ranks = executor.submit(_start_ranks, config, shares).result()
+        if ranks is not None:
             owned.append(ranks)
         if device.type == "cuda":
             executor.submit(torch.cuda.set_device, device).result()  # the thread's own: kernels launch on it
         kernels = select_kernels(config.attention_backend, device, probe_dtype(config), config.cpu_tier)
-        model = executor.submit(load, config, device, kernels, None if ranks is None else ranks.group).result()
-        keep_freed_memory()
-        if kernels.take_thread is not None:
-            executor.submit(kernels.take_thread).result()
+        model = executor.submit(load_here, config, device, kernels, None if ranks is None else ranks.group).result()
         layout = layout_of(config, model)
         chunk_tokens = ChunkTokens.of(config.chunk_tokens, device, kernels.full_tokens)
-        largest = StepSizes(
-            chunk_tokens.alone if role.prefills_only else chunk_tokens.beside, max_seqs, model.config.context_tokens
-        )
+        most_tokens = chunk_tokens.alone if role.prefills_only else chunk_tokens.beside
+        largest = StepSizes(most_tokens, max_seqs, model.config.context_tokens)
         ladder = ladder_of(config, role, model, kernels.name, largest)
         warming = partial(warm_up, model, kernels, layout, largest, ladder)
         step_bytes = executor.submit(warming).result() if device.type == "cuda" else 0
         kv_cache = _create_pool(config, role, model, layout, max_seqs, step_bytes)
         owned.append(kv_cache)
         if ranks is not None:
-            ranks.create_pools(kv_cache.layout, kv_cache.num_blocks)
+            ranks.create_pools(kv_cache)
         if kv_cache.staging is not None:
             executor.submit(library.obstacle).result()  # hashes the ring's rows; compiled here, never on a loop
         graphs = None if ladder is None else executor.submit(_captured, ladder, model, kv_cache).result()
@@ -202,8 +189,10 @@ def load_engine(config: WorkerConfig, role: EngineRole = ANY_ROLE) -> Engine:
     return engine
 
 
-def _start_ranks(config: WorkerConfig, shares: Sequence[CoreShare]) -> Ranks:
-    """On the engine thread, which takes its own share with all threads that it starts."""
+def _start_ranks(config: WorkerConfig, shares: Sequence[CoreShare]) -> Ranks | None:
+    """On the engine thread, which takes its own share with all threads that it starts; None without other ranks."""
+    if len(shares) == 1:
+        return None
     os.sched_setaffinity(0, shares[0].cores)
     return Ranks.start(config, shares)
 
@@ -249,29 +238,21 @@ def _log_loaded(engine: Engine, kernels: Kernels, attention_asked: str, seconds:
 
 def load(config: WorkerConfig, device: torch.device, kernels: Kernels, group: Group | None = None) -> LoadedModel:
     """Returns the model with its weights on `device`, rounded as the options say; the part of this rank of `group`."""
+    if group is None and config.tensor_parallel is not None:
+        group = SoloGroup()
     form = None if config.quantize is None else QuantForm(config.quantize)
     path = resolve_model(config.model)
     how = config.model_impl, config.context_tokens, config.activations
     return load_model(path, config.dtype, device, kernels, form, *how, group)
 
 
-def keep_freed_memory() -> bool:
-    """Lets the C allocator of this process keep what is freed from now on; False where it has no such setting.
-
-    What is free already, such as what loading a model needed for a while, goes back to the system.
-
-    By default glibc returns large freed chunks to the system at once, and each step faults them in
-    again, page by page, zeroed: a quarter of a decode step on the demo model (bench/LOG.md).
-    """
-    if sys.platform != "linux":
-        return False
-    libc = ctypes.CDLL(None)
-    mallopt, trim = getattr(libc, "mallopt", None), getattr(libc, "malloc_trim", None)
-    if mallopt is None or trim is None:
-        return False
-    trim(0)
-    accepted = [mallopt(parameter, value) == 1 for parameter, value in _MALLOC_SETTINGS]
-    return all(accepted)
+def load_here(config: WorkerConfig, device: torch.device, kernels: Kernels, group: Group | None) -> LoadedModel:
+    """Loads on the thread that is to compute, and gives that thread and its process what steps need."""
+    model = load(config, device, kernels, group)
+    keep_freed_memory()
+    if kernels.take_thread is not None:
+        kernels.take_thread()
+    return model
 
 
 def resolve_device(name: str) -> torch.device:
@@ -347,7 +328,7 @@ def _create_pool(
     Of several ranks, this one's part. Raises ConfigError if there is not so much memory for all.
     """
     own = model.rank_layout(layout.block_size, layout.dtype if isinstance(layout.dtype, QuantDType) else None)
-    layout = replace(own, num_kv_heads=own.num_kv_heads * config.tensor_parallel)
+    layout = replace(own, num_kv_heads=own.num_kv_heads * config.num_ranks)
     num_blocks = blocks_that_fit(
         config, layout, model.device, max_seqs * model.config.context_tokens, step_bytes=step_bytes
     )

@@ -20,7 +20,7 @@ from typing import Any, Final, TypeAlias
 
 import torch
 
-from engine.kv_cache import HostMemory
+from engine.kv_cache import KvCache
 from engine.rank_link import LEAST_TIMEOUT_S, RankStep, StepSender, StepSlots, in_step
 from engine.upload import Array
 from kernels.shared_group import SharedGroup, create_group_memory
@@ -51,14 +51,6 @@ class RankTask:
     """How long other ranks may stand still, until steps show otherwise."""
 
 
-@dataclass(frozen=True, slots=True)
-class RankPool:
-    """A follower's part of the pool; the descriptor of its memory file follows."""
-
-    layout: KvLayout
-    num_blocks: int
-
-
 class Ranks:
     """Made by `start`, on the thread that computes; `close` ends the followers."""
 
@@ -68,8 +60,8 @@ class Ranks:
         """Takes over all; processes and links are those of ranks 1, 2, …"""
         self.group: Final = group
         """The group, of which this process is rank 0."""
-        self.parts: tuple[HostMemory, ...] = ()
-        """The followers' parts of the pool, `[N * block_bytes]` each, mapped here too; owned here."""
+        self.parts: tuple[KvCache, ...] = ()
+        """The followers' parts of the pool, by rank from 1 on, mapped here too; owned here."""
         self.ends = [os.pidfd_open(process.pid) for process in processes]
         """Descriptors that become readable when a follower ends; owned here."""
         self._processes = processes
@@ -104,19 +96,26 @@ class Ranks:
         """Returns the followers' process ids."""
         return tuple(process.pid for process in self._processes)
 
-    def create_pools(self, layout: KvLayout, num_blocks: int) -> None:
-        """Gives each follower its part, once it has loaded. Raises InternalError, ConfigError."""
+    def create_pools(self, own: KvCache) -> None:
+        """Gives each follower a part as large as rank 0's `own`, once it has loaded. Raises InternalError, ConfigError.
+
+        The follower has the layout first, then the descriptor of the memory file.
+        """
         _hear(self._links)
         for process, link in zip(self._processes, self._links, strict=True):
-            try:
-                part = HostMemory.allocate(num_blocks * layout.block_bytes, shared=True)
-            except (OSError, RuntimeError) as error:
-                raise ConfigError("--kv-memory", f"a rank's part of the pool: {error}") from error
+            part = KvCache.create(own.layout, own.num_blocks, torch.device("cpu"), shared=True)
             self.parts = (*self.parts, part)
-            link.send(RankPool(layout, num_blocks))
+            link.send(own.layout)
             assert part.shared_fd is not None
             send_handle(link, part.shared_fd, process.pid)
         _hear(self._links)
+
+    def find_stopped(self) -> int | None:
+        """Returns the first rank that a signal has stopped and none has continued; None if there is none."""
+        for rank, process in enumerate(self._processes, 1):
+            if os.waitid(os.P_PID, process.pid, os.WSTOPPED | os.WNOHANG | os.WNOWAIT) is not None:
+                return rank
+        return None
 
     @contextmanager
     def in_step(self, step: RankStep[Array]) -> Iterator[None]:
@@ -139,19 +138,19 @@ class Ranks:
 
 def check_ranks(config: WorkerConfig, device: torch.device) -> None:
     """Raises ConfigError for what several ranks cannot do, CheckpointError."""
-    if config.tensor_parallel == 1:
+    if config.tensor_parallel is None:
         return
     if device.type != "cpu" or sys.platform != "linux":
-        raise ConfigError(OPTION, "several ranks compute on CPUs of Linux alone: give --device cpu, or 1")
+        raise ConfigError(OPTION, "ranks compute on CPUs of Linux alone: give --device cpu, or leave this option out")
     for option, value in (("--host-cache-memory", config.host_cache_bytes), ("--disk-cache", config.disk_cache)):
-        if value:
+        if value and config.num_ranks > 1:
             raise ConfigError(OPTION, f"several ranks do not move KV to {option}: leave that out, or give 1")
     check_shared(resolve_model(config.model), config.model_impl, config.tensor_parallel)
 
 
 def shares_of(config: WorkerConfig) -> tuple[CoreShare, ...]:
     """Deals the cores of this process among the ranks, neighbours to the same one."""
-    size, threads = config.tensor_parallel, config.threads
+    size, threads = config.num_ranks, config.threads
     return plan_cores(neighbouring_cores(), 0, size, None if threads is None else max(1, threads // size)).decode
 
 

@@ -127,12 +127,13 @@ class WorkerConfig(ProcessConfig):
         "auto, cpu, cuda or cuda:I; auto is the first GPU, if there is one",
         text(r"auto|cpu|cuda(:\d+)?", "auto, cpu, cuda or cuda:I", "DEVICE"),
     )
-    tensor_parallel: int = _compute(
+    tensor_parallel: int | None = _compute(
         "tensor-parallel",
-        1,
-        "processes that share the model, each with a part of every layer and of the KV: 1, 2, 4 or 8; more than 1 on "
-        "CPUs alone",
+        None,
+        "processes that share the model, each with a part of every layer and of the KV: 1, 2, 4 or 8, on CPUs alone; "
+        "workers of any of these numbers work together, with the same tokens",
         integer(1, 8),
+        none_word="off",
     )
     dtype: str = _model(
         "dtype", "auto", "element type of weights and KV", one_of("auto", "float32", "bfloat16", "float16")
@@ -243,6 +244,11 @@ class WorkerConfig(ProcessConfig):
     def calls(self) -> tuple[tuple[str, str], ...]:
         """Addresses that the worker calls, by option."""
         return tuple(("--router", router) for router in self.router)
+
+    @property
+    def num_ranks(self) -> int:
+        """Processes that share the model."""
+        return self.tensor_parallel or 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,11 +8,10 @@ Knows no scheduler and no transfer; each role's `app` adds its own.
 
 from __future__ import annotations
 
-import asyncio
 import os
 import sys
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TypeVar
@@ -23,15 +22,14 @@ from engine.device_gauge import DeviceGauge
 from engine.guides import Guides
 from engine.loading import Engine, EngineRole, load_engine, resolve_device
 from engine.prefix_cache import PrefixCache
-from kvtransfer.base import DeviceMemory, Fingerprints, PoolMemory
+from kvtransfer.base import DeviceMemory, Fingerprints, PartMemory, PoolMemory
 from kvtransfer.sender import KvSender
 from kvtransfer.transports import choose
 from models.files.checkpoint import CheckpointInfo
 from models.files.hub import fetched
 from models.preflight import read_servable
-from models.shard import OPTION
 from shell.clock import MonotonicClock
-from shell.config import DecodeConfig, WorkerConfig
+from shell.config import WorkerConfig
 from shell.progress import show_in_log
 from shell.rpc.process import StopSignal, run_process
 from shell.telemetry.events import ProcessEvents, TransportBarred, WorkerEvents
@@ -52,6 +50,7 @@ from worker.serving.cache_reports import CacheListeners, CacheReports
 from worker.serving.kv_events import KvEvents
 from worker.serving.metrics import WorkerMetrics, cache_readings, graph_readings, load_readings, wait_readings
 from worker.serving.process import WorkerProcess
+from worker.serving.rank_watch import RankWatch
 from worker.serving.spans import SequenceSpans
 
 _log = get_logger(__name__)
@@ -105,7 +104,7 @@ class Foundation:
         """Reads certificates and checkpoint. Raises ConfigError, CheckpointError."""
         security = Security.load(config.security, config.ports, config.calls)
         checkpoint = read_servable(config.model, config.model_impl).checkpoint.within(config.context_tokens)
-        transports, why_these = _transports(role, config)
+        transports, why_these = choose(config.transport, resolve_device(config.device), config.num_ranks)
         incarnation, clock = new_incarnation(), MonotonicClock()
         worker_id = WorkerId(config.worker_id or f"{role.value}-{incarnation[:8]}")
         metrics = Metrics(Process(role.value), checkpoint.name, worker_id)
@@ -131,7 +130,7 @@ class Foundation:
         try:
             self.checkpoint.read.check()
             self.metrics.add_reader(partial(graph_readings, engine.graphs), CUDA_GRAPHS, CUDA_GRAPH_STEPS)
-            with _stopping_with(() if engine.ranks is None else engine.ranks.ends, stop):
+            with nullcontext() if engine.ranks is None else RankWatch(engine.ranks, stop):
                 yield engine
         finally:
             engine.close()
@@ -142,7 +141,9 @@ class Foundation:
         device = None
         if allocation is not None:
             device = DeviceMemory(cache.blocks_view, allocation.shared_fd, allocation.size_bytes)
-        return PoolMemory(cache.host_rows, cache.shared_fd, self.incarnation, cache.staging, device)
+        parts = () if engine.ranks is None else engine.ranks.parts
+        followers = tuple(PartMemory(part.blocks_view, part.shared_fd) for part in parts)
+        return PoolMemory(cache.host_rows, cache.shared_fd, self.incarnation, cache.staging, device, followers)
 
     def sender(self, engine: Engine) -> KvSender:
         """Returns a new sender, for its caller to stop."""
@@ -164,7 +165,7 @@ class Foundation:
 
     def fingerprints(self, engine: Engine) -> Fingerprints:
         """What the other side of a transfer must share."""
-        return Fingerprints(engine.model.fingerprint, engine.kv_cache.layout)
+        return Fingerprints(engine.model.fingerprint, engine.layout)
 
     def info(self, engine: Engine) -> WorkerInfo:
         """Returns what routers learn; address and the role's own fields are filled in later."""
@@ -215,37 +216,3 @@ class Foundation:
                 yield reports
             finally:
                 cache.listener = reports
-
-
-def _transports(role: Role, config: WorkerConfig) -> tuple[tuple[str, ...], Decision]:
-    """Returns the transports to offer, and why; none where ranks share the KV. Raises ConfigError."""
-    if config.tensor_parallel == 1:
-        return choose(config.transport, resolve_device(config.device))
-    if role is Role.PREFILL or (role is Role.DECODE and not _computes_all(config)):
-        remedy = "start elastic workers (tandem serve --workers), or give 1"
-        raise ConfigError(OPTION, f"KV that several ranks hold is not handed over: {remedy}")
-    return (), Decision("transports", "none", "KV that several ranks hold is not handed over", OPTION)
-
-
-def _computes_all(config: WorkerConfig) -> bool:
-    """Whether a decode worker needs no prefill worker."""
-    return isinstance(config, DecodeConfig) and config.local_prefill_tokens is None
-
-
-@contextmanager
-def _stopping_with(ends: Sequence[int], stop: StopSignal) -> Iterator[None]:
-    """Asks for a stop when one of `ends` becomes readable: a rank is lost, which no step may have noticed."""
-    loop = asyncio.get_running_loop()
-
-    def lost(end: int) -> None:
-        loop.remove_reader(end)
-        _log.error("a rank of the model has ended")
-        stop.requested.set()
-
-    for end in ends:
-        loop.add_reader(end, lost, end)
-    try:
-        yield
-    finally:
-        for end in ends:
-            loop.remove_reader(end)

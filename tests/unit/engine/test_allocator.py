@@ -9,7 +9,7 @@ import pytest
 PROGRAM = """
 import resource, threading
 import torch
-from engine.loading import keep_freed_memory
+from engine.allocator import keep_freed_memory
 
 torch.set_num_threads(1)
 
