@@ -72,11 +72,14 @@ class Fleet:
         with Client(self._processes[router].target) as client:
             return client.status(timeout_s=JOIN_TIMEOUT_S).recent.total_requests > 0
 
-    def start_worker(self, role: Role, name: str) -> str:
-        """A worker that every running router can use when this returns. Raises RuntimeError if it never is."""
+    def start_worker(self, role: Role, name: str, *options: str) -> str:
+        """A worker that every running router can use when this returns. Raises RuntimeError if it never is.
+
+        `options`: of this worker alone.
+        """
         routers = [option for router in self._routers for option in ("--router", router)]
         arguments = (role.value, "--model", self._model, "--worker-id", name, "--threads", "1", *routers)
-        self._start(name, (*arguments, *self._options))
+        self._start(name, (*arguments, *self._options, *options))
         if not eventually(
             lambda: all(self._is_usable(name, router) for router in self._live_routers()), JOIN_TIMEOUT_S
         ):

@@ -13,6 +13,7 @@ from dataclasses import replace
 
 import pytest
 
+from bench.support.cluster import eventually
 from decode_worker.worker import new_decode_worker
 from engine import ranks
 from engine.engine_thread import EngineBroken
@@ -176,8 +177,11 @@ def test_followers_end_with_the_engine_and_say_that_they_do() -> None:
         (chosen,) = [each for each in engine.decisions if each.name == "ranks"]
         assert chosen.value.startswith(f"2, each with {32 * engine.layout.block_bytes // 2} bytes of KV")
         assert engine.kv_cache.layout.num_kv_heads * 2 == engine.layout.num_kv_heads
-        assert len(engine.ranks.parts[0].bytes) == len(engine.kv_cache.host_rows.view(-1))
+        assert engine.ranks.parts[0].blocks_view.shape == engine.kv_cache.blocks_view.shape
         assert end > 0
+        for signum, found in ((signal.SIGSTOP, 1), (signal.SIGCONT, None)):
+            os.kill(pid, signum)
+            assert eventually(lambda found=found: engine.ranks.find_stopped() == found)
     with pytest.raises(ProcessLookupError):
         os.kill(pid, 0)
 

@@ -11,9 +11,9 @@ import pytest
 
 from engine.loading import EngineRole
 from models.files.checkpoint import DEMO, resolve_model
-from shell.config import DecodeConfig, ElasticConfig, PrefillConfig, WorkerConfig
+from shell.config import PrefillConfig
 from shell.rpc.process import StopSignal
-from tandem.errors import CheckpointError, ConfigError
+from tandem.errors import CheckpointError
 from tandem.types import Role
 from worker.serving import app
 from worker.serving.app import Foundation
@@ -45,23 +45,3 @@ async def test_a_worker_whose_tokenizer_changes_while_it_loads_does_not_serve(
         async with base.engine(EngineRole(), StopSignal()):
             pytest.fail("it would serve")
     assert engine.closed
-
-
-@pytest.mark.parametrize(
-    ("role", "config", "is_served"),
-    [
-        (Role.PREFILL, PrefillConfig(), False),
-        (Role.DECODE, DecodeConfig(), False),
-        (Role.DECODE, DecodeConfig(local_prefill_tokens=None), True),
-        (Role.ELASTIC, ElasticConfig(), True),
-    ],
-)
-def test_workers_of_several_ranks_offer_no_transport_and_are_refused_where_they_need_one(
-    role: Role, config: WorkerConfig, *, is_served: bool
-) -> None:
-    config = replace(config, tensor_parallel=2, device="cpu")
-    if is_served:
-        assert Foundation.lay(role, config, None).transports == ()
-    else:
-        with pytest.raises(ConfigError, match="--tensor-parallel: KV that several ranks hold is not handed over"):
-            Foundation.lay(role, config, None)
