@@ -12,6 +12,7 @@ from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import replace
 
 import pytest
+import torch
 
 from bench.support.cluster import eventually
 from decode_worker.worker import new_decode_worker
@@ -194,6 +195,18 @@ def test_followers_end_with_the_engine_and_say_that_they_do() -> None:
         ({"tensor_parallel": 2, "disk_cache": SizedFolder("/tmp", 1 << 20)}, "leave that out, or give 1"),
     ],
 )
-def test_what_ranks_cannot_do_is_refused_by_name(options: dict[str, object], reason: str) -> None:
+def test_what_several_ranks_cannot_do_is_refused_by_name(options: dict[str, object], reason: str) -> None:
     with pytest.raises(ConfigError, match=reason):
         load_engine(replace(OPTIONS, **options))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_ranks_on_a_gpu_are_refused_by_name(size: int) -> None:
+    with pytest.raises(ConfigError, match="--tensor-parallel: ranks compute on CPUs of Linux alone"):
+        ranks.check_ranks(replace(OPTIONS, tensor_parallel=size), torch.device("cuda", 0))
+
+
+def test_one_rank_alone_takes_tiers() -> None:
+    with engine_of(1, host_cache_bytes=1 << 20) as engine:
+        assert engine.ranks is None
+        assert engine.tier is not None
