@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Callable
 from pathlib import Path
 
-from cli.command import Subparsers, add_command, count, natural, positive
+from cli.command import Subparsers, add_command, count, natural, not_negative, positive
 from cli.load.plot import can_plot, draw
 from cli.load.run import run as run_load
 from cli.load.workload import LoadOptions
@@ -37,6 +37,9 @@ def add_parser(subparsers: Subparsers) -> None:
     parser.add_argument(
         "--lengths", choices=("fixed", "exponential"), default="fixed", help="how lengths are distributed [fixed]"
     )
+    parser.add_argument(
+        "--temperature", type=not_negative, default=1.0, metavar="T", help="of the draws; 0 = the likeliest token [1]"
+    )
     parser.add_argument("--seed", type=natural, default=0, metavar="N", help="same seed, same arrivals and prompts [0]")
     parser.add_argument("--slo-ttft-ms", type=positive, metavar="MS", help="goodput: first token within this")
     parser.add_argument("--slo-itl-ms", type=positive, metavar="MS", help="goodput: p99 of a request's ITL within this")
@@ -57,6 +60,7 @@ def run(namespace: argparse.Namespace) -> int:
         prompt_tokens=namespace.prompt_tokens,
         output_tokens=namespace.output_tokens,
         lengths=namespace.lengths,
+        temperature=namespace.temperature,
         seed=namespace.seed,
         slo_ttft_s=None if namespace.slo_ttft_ms is None else namespace.slo_ttft_ms / 1e3,
         slo_itl_s=None if namespace.slo_itl_ms is None else namespace.slo_itl_ms / 1e3,

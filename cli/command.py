@@ -67,5 +67,6 @@ def _number(kind: Callable[[str], N], allowed: Callable[[N], bool], what: str) -
 
 
 positive = _number(float, lambda value: 0 < value < math.inf, "a number above 0")
+not_negative = _number(float, lambda value: 0 <= value < math.inf, "a number from 0")
 natural = _number(int, lambda value: value >= 0, "a whole number, not negative")
 count = _number(int, lambda value: value >= 1, "a whole number of at least 1")

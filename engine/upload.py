@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache
 
 import numpy as np
 import numpy.typing as npt
@@ -57,10 +58,15 @@ def unpack(buffer: torch.Tensor, like: Sequence[Array]) -> list[torch.Tensor]:
     tensors: list[torch.Tensor] = []
     start = 0
     for array in like:
-        dtype = torch.from_numpy(array[:0]).dtype
-        tensors.append(buffer[start : start + array.nbytes].view(dtype).view(array.shape))
+        flat = buffer[start : start + array.nbytes].view(_torch_dtype(array.dtype))
+        tensors.append(flat if array.ndim == 1 else flat.view(array.shape))
         start += _padded(array.nbytes)
     return tensors
+
+
+@cache
+def _torch_dtype(dtype: np.dtype[np.generic]) -> torch.dtype:
+    return torch.from_numpy(np.empty(0, dtype)).dtype
 
 
 def _padded(num_bytes: int) -> int:

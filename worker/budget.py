@@ -65,7 +65,7 @@ class _FixedCost:
     def __init__(self) -> None:
         self._tokens = self._seconds = 0.0
         """Prompt tokens of mixed steps with few of them, and the least time of these steps beyond their decodes."""
-        self._token_s = 0.0
+        self.token_s = 0.0
         """Least time of a prompt token; 0 = not known."""
         self._num_small = 0
 
@@ -73,12 +73,12 @@ class _FixedCost:
     def seconds(self) -> float:
         """Returns the fixed cost; 0 = there is none, or it is not known yet."""
         is_known = self._num_small >= FEWEST_SMALL
-        return max(0.0, self._seconds - self._tokens * self._token_s) if is_known else 0.0
+        return max(0.0, self._seconds - self._tokens * self.token_s) if is_known else 0.0
 
     def step_took(self, num_tokens: int, seconds: float, *, is_mixed: bool) -> None:
         """Learns from a step whose prompt tokens took `seconds` beyond its decodes."""
         token_s = seconds / num_tokens
-        self._token_s += _weight(token_s, self._token_s, WEIGHT_ABOVE) * (token_s - self._token_s)
+        self.token_s += _weight(token_s, self.token_s, WEIGHT_ABOVE) * (token_s - self.token_s)
         if not is_mixed:
             return
         is_small = not 0 < 2 * self._tokens <= num_tokens
@@ -188,11 +188,10 @@ class ChunkBudget:
         nearest = min(self._decode_s, key=lambda each: (abs(each - size), each), default=size)
         return self._decode_s.get(nearest, 0.0)
 
-    def expected_s(self, num_decodes: int, num_prompt_tokens: int) -> float:
-        """Returns the time of a step with prompt tokens, as far as it is known."""
-        per_s = self._prompts.per_s
-        prompt_s = num_prompt_tokens / per_s if per_s else 0.0
-        return (self.decode_step_s(num_decodes) + self._fixed.seconds if num_decodes else 0.0) + prompt_s
+    def least_step_s(self, num_decodes: int, num_prompt_tokens: int) -> float:
+        """Returns the least time that a step with prompt tokens takes, as far as it is known."""
+        decode_s = self.decode_step_s(num_decodes) if num_decodes else 0.0
+        return decode_s + num_prompt_tokens * self._fixed.token_s
 
     # --- what the worker reports ---
 

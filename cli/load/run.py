@@ -42,7 +42,7 @@ async def measure(client: AsyncClient, options: LoadOptions, timeout_s: float, c
     planned = plan(options, model.vocab_size, model.context_tokens, model.eos_token_ids)
     before = warm_up(options, planned)
     with steps("requests", len(before) + len(planned)) as answered:
-        load = _Load(client, clock, timeout_s, answered)
+        load = _Load(client, clock, timeout_s, options.temperature, answered)
         for request in before:
             await load.send(request)
         load.samples.clear()
@@ -57,12 +57,13 @@ async def measure(client: AsyncClient, options: LoadOptions, timeout_s: float, c
 class _Load:
     """A run: what is sent, and what was seen."""
 
-    def __init__(self, client: AsyncClient, clock: Clock, timeout_s: float, answered: Step) -> None:
+    def __init__(self, client: AsyncClient, clock: Clock, timeout_s: float, temperature: float, answered: Step) -> None:
         self.samples: list[Sample] = []
         self._answered = answered
         self._client = client
         self._clock = clock
         self._timeout_s = timeout_s
+        self._temperature = temperature
 
     async def open_loop(self, planned: Sequence[PlannedRequest]) -> None:
         """Sends each request at its time, whatever became of earlier requests."""
@@ -93,6 +94,7 @@ class _Load:
         updates = self._client.generate(
             token_ids=request.token_ids,
             max_tokens=request.max_tokens,
+            temperature=self._temperature,
             seed=request.seed,
             ignore_eos=True,
             timeout_s=self._timeout_s,

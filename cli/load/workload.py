@@ -24,6 +24,7 @@ class LoadOptions:
     output_tokens: int = 64
     """Mean."""
     lengths: Literal["fixed", "exponential"] = "fixed"
+    temperature: float = 1.0
     seed: int = 0
     slo_ttft_s: float | None = None
     slo_itl_s: float | None = None

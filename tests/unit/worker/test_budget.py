@@ -90,9 +90,9 @@ def test_a_prompt_s_own_time_is_at_least_a_step_as_long_as_it_was_measured() -> 
 
 
 def test_how_long_a_step_will_take_is_known_once_steps_have_ended() -> None:
-    assert ChunkBudget(CHUNK).expected_s(8, 100) == 0
-    assert learned().expected_s(8, 100) == pytest.approx(0.02 + 100 / 4000)
-    assert learned().expected_s(0, CHUNK) == pytest.approx(CHUNK / 4000)
+    assert ChunkBudget(CHUNK).least_step_s(8, 100) == 0
+    assert learned().least_step_s(8, 100) == pytest.approx(0.02 + 100 / 4000)
+    assert learned().least_step_s(0, CHUNK) == pytest.approx(CHUNK / 4000)
 
 
 def test_when_mixed_steps_take_longer_than_expected_the_next_ones_get_less() -> None:
