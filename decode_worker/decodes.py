@@ -38,7 +38,7 @@ from worker.budget import ChunkBudget
 from worker.ports import Destination, RouterPort, TokenColumns, TokenExtra, WorkerParts
 from worker.releases import BlockReleases
 from worker.request import Request
-from worker.source import BatchedStep, Owner, Pair, Steps, Wait
+from worker.source import BatchedStep, Owner, Pair, Wait
 
 
 class Decodes:
@@ -201,9 +201,9 @@ class Decodes:
         """See `RunningBatch`."""
         return self._batch.next_step()
 
-    def step_behind(self, in_flight: Steps, *, with_prompts: bool) -> BatchedStep | None:
+    def step_behind(self, running: BatchedStep, *, with_prompts: bool) -> BatchedStep | None:
         """See `RunningBatch`."""
-        return self._batch.step_behind(in_flight, with_prompts=with_prompts)
+        return self._batch.step_behind(running, with_prompts=with_prompts)
 
     def apply(self, request: Request, seq: Sequence, drawn: list[tuple[SampledToken, ...]]) -> None:
         """See `Source`, and the module's docstring."""

@@ -77,11 +77,6 @@ class Decoding:
         """Whether the request is whole."""
         return request in self._whole
 
-    @property
-    def is_plain(self) -> bool:
-        """Whether the draws of all rows depend on columns alone."""
-        return not self._others
-
     def steps(self, request: Request) -> bool:
         """Whether a choice of the request took part in the newest step."""
         return bool((self._columns[_STEP, self._of.get(request, [])] == self._num_steps).any())
@@ -115,8 +110,6 @@ class Decoding:
         for row in self._waiting:
             _, seq = self._pairs[row]
             able[row] &= not seq.num_pending_tokens and not seq.awaits_mask
-        for row in np.flatnonzero(columns[_STEP] == self._num_steps - 1).tolist():  # the newest step does not feed it
-            able[row] &= not self._pairs[row][1].num_pending_tokens
         if len(self._whole) < len(self._of):
             for request, rows in self._of.items():
                 able[rows] &= request in self._whole

@@ -25,7 +25,7 @@ from worker.admission import Forecast, note_overtaken, turn_of
 from worker.budget import ChunkBudget
 from worker.releases import BlockReleases
 from worker.request import Request
-from worker.source import BatchedStep, Steps, Wait
+from worker.source import BatchedStep, Wait
 
 
 class RunningBatch:
@@ -158,27 +158,23 @@ class RunningBatch:
             if step is not None or not plan.preempted:
                 return step
 
-    def step_behind(self, in_flight: Steps, *, with_prompts: bool) -> BatchedStep | None:
-        """Plans a step behind those in flight; None = it is better planned once the oldest has ended.
+    def step_behind(self, running: BatchedStep, *, with_prompts: bool) -> BatchedStep | None:
+        """Plans a step behind the one in flight; None = it is better planned once that has ended.
 
         That is so if blocks are short (some may come back by then, and none can be taken away before), if a request
-        waits for the seat of a sequence that ends with a step in flight, and, unless `with_prompts`, if one of the
-        steps computes a prompt. Behind several steps come decodes that were in the newest one, and whose draws need no
-        token that is pending.
+        waits for the seat of a sequence that ends with the running step, and, unless `with_prompts`, if either step
+        computes a prompt.
         """
-        running, is_third = in_flight[-1], len(in_flight) > 1
-        is_open = all(each.is_decode for each in in_flight) and (self._decoding.is_plain or not is_third)
-        if not with_prompts and not is_open:
+        if not with_prompts and not running.is_decode:
             return None
         while True:
             chunk_tokens = self._chunk_tokens if with_prompts else self.budget.chunk_tokens
             plan, beside = self._plan(chunk_tokens, running.unsettled)
-            if plan.preempted or plan.lacks_blocks or (is_third and (plan.scheduled or plan.admitted)):
+            if plan.preempted or plan.lacks_blocks:
                 return None
             if not with_prompts and not all(_is_decode(request, seq) for request, seq, _ in plan.scheduled):
                 return None
-            ending = (seq.is_exhausted for each in in_flight for _, seq in each.rows)
-            if len(plan.admitted) < len(self._waiting) and any(ending):
+            if len(plan.admitted) < len(self._waiting) and any(seq.is_exhausted for _, seq in running.rows):
                 return None
             if not with_prompts or not (self._attach(plan.admitted) or self._attach_more(plan)):
                 return self._carry_out(plan, beside, running)

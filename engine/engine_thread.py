@@ -4,7 +4,7 @@
     engine thread             └▶ step k ──────────────────└▶ step k+1
     collecting thread                        waits for k ─▶           on a GPU only
 
-At most three steps are in flight; they run and end in the order of their launch, and the engine thread goes from
+At most two steps are in flight; they run and end in the order of their launch, and the engine thread goes from
 one to the next without the loop. A result, or what the step raised, comes only once nothing of the step runs any
 more: blocks that no later step touches may be freed then.
 """
@@ -21,7 +21,7 @@ from engine.step import Direction, Step, StepFailed, StepResult
 from kernels.group import GroupBroken
 from tandem.errors import InternalError
 
-MAX_IN_FLIGHT = 3
+MAX_IN_FLIGHT = 2
 MAX_FAILURES = 8
 """So many steps in a row that failed, or drew nothing but broken logits, are not the requests' fault."""
 
@@ -41,7 +41,7 @@ class EngineThread:
         self.num_steps = 0
         """Steps that ended, failed ones included: a heartbeat that shows a stuck engine."""
         self.is_asynchronous = runner.is_asynchronous
-        """Whether a step is launched long before it ends: others may be behind it, whatever their seqs are."""
+        """Whether a step is launched long before it ends: a second one may be, whatever its seqs are."""
         self._runner = runner
         self._executor = executor
         self._collector = ThreadPoolExecutor(1, "tandem-collect") if runner.is_asynchronous else None
@@ -57,7 +57,7 @@ class EngineThread:
         The result raises what the step raised, FeederFailed if it was fed by a step that failed, or EngineBroken: at
         once if the device or a rank is lost, else if `MAX_FAILURES` in a row failed or drew nothing but broken logits.
         It must not be cancelled: wait with `shell.thread_work.to_the_end`.
-        Raises InternalError if `MAX_IN_FLIGHT` steps are in flight already.
+        Raises InternalError if two steps are in flight already.
         """
         if self._num_in_flight == MAX_IN_FLIGHT:
             raise InternalError(f"more than {MAX_IN_FLIGHT} steps in flight")

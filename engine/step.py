@@ -8,7 +8,7 @@ chunks. The order within a step is
 
     moves out of the pool → moves into it → block copies → KV and logits of all seqs → draws
 
-The control loop launches a step (`engine_thread`), which ends once, with a result or an error. Some may be in flight;
+The control loop launches a step (`engine_thread`), which ends once, with a result or an error. Two may be in flight;
 a step that is fed by a failed one fails. A broken row of logits fails its own draw alone. The engine frees nothing: the
 planner of the steps frees a block once the last launched step that touches the block has ended.
 """

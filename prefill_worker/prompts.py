@@ -35,7 +35,7 @@ from worker.plan import share_tokens
 from worker.ports import WorkerParts
 from worker.releases import BlockReleases
 from worker.request import Request
-from worker.source import BatchedStep, Owner, Sources, Steps, Wait
+from worker.source import BatchedStep, Owner, Sources, Wait
 
 
 class Prompts:
@@ -165,9 +165,9 @@ class Prompts:
         """Starts prompts as far as there is room; then returns a step of prompts alone."""
         return self._step()
 
-    def step_behind(self, in_flight: Steps, *, with_prompts: bool) -> BatchedStep | None:
+    def step_behind(self, running: BatchedStep, *, with_prompts: bool) -> BatchedStep | None:
         """See `Source`. None without prompts."""
-        return self._step(in_flight[-1]) if with_prompts and len(in_flight) == 1 else None
+        return self._step(running) if with_prompts else None
 
     def _step(self, running: BatchedStep | None = None) -> BatchedStep | None:
         """Returns the next step; `running` is the step in flight, None = there is none."""

@@ -10,7 +10,6 @@ import numpy as np
 from engine.beam import BeamSearch, num_candidates
 from engine.block_pool import BlockPool
 from engine.draws import SampleSpec
-from engine.engine_thread import MAX_IN_FLIGHT
 from engine.step import (
     BrokenLogits,
     Direction,
@@ -139,7 +138,7 @@ class FakeEngine:
 
     def launch(self, step: Step) -> asyncio.Task[StepResult]:
         assert step.chunks or step.rows is not None
-        assert self.num_in_flight < (MAX_IN_FLIGHT if self.is_asynchronous else 2)
+        assert self.num_in_flight < 2
         assert self.num_in_flight or not is_fed(step)
         self.steps.append(step)
         self.max_in_flight = max(self.max_in_flight, self.num_in_flight)

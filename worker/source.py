@@ -10,7 +10,6 @@ The core (`worker.core`) takes requests in and ends each once; the loop (`worker
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator
-from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 from typing import Protocol, TypeAlias
 
@@ -65,9 +64,6 @@ class BatchedStep:
         return not self.chunks
 
 
-Steps: TypeAlias = SequenceOf[BatchedStep]
-
-
 class Owner(Protocol):
     """The core, as its sources see this core."""
 
@@ -114,11 +110,10 @@ class Source(Protocol):
     def next_step(self) -> BatchedStep | None:
         """Returns a step, planned with none in flight; None = nothing can be computed now."""
 
-    def step_behind(self, in_flight: Steps, *, with_prompts: bool) -> BatchedStep | None:
-        """Returns a step behind those in flight; None = the next step is better planned once the oldest has ended.
+    def step_behind(self, running: BatchedStep, *, with_prompts: bool) -> BatchedStep | None:
+        """Returns a step behind the one in flight; None = the next step is better planned once that has ended.
 
-        `in_flight`: the oldest first, at least one. `with_prompts`: whether any of them, and this step, may compute
-        prompts; sequences that are `unsettled` in one of them sit out. Behind more than one step come only decodes.
+        `with_prompts`: whether either may compute prompts. `running.unsettled` sit out.
         """
 
     def apply(self, request: Request, seq: Sequence, drawn: list[tuple[SampledToken, ...]]) -> None:

@@ -1,18 +1,17 @@
-"""Keeps the engine stepping: plan, launch, apply the oldest. Up to three steps are in flight.
+"""Keeps the engine stepping: plan, launch, apply the last. Up to two steps are in flight.
 
     launch k ────────────── wait ──────┬─ k ends: apply k ─┬─ k + 1 ends: apply …
                                        │                   │
-         shortly before k's end: launch k + 1    before its end: launch k + 2
+             just before k's end: launch k + 1   just before its end: launch k + 2
 
-The engine computes in its own thread; while a step runs, the control loop is free. A step is launched behind others
-only if waiting for the end of the oldest would not bring a better one (`Source.step_behind`); the tokens it starts from
-then go from step to step inside the engine. On a CPU two steps are in flight at most, and neither computes prompts. On
-a GPU, which would idle while the loop applies, plans and launches, both may: prompts go on, and sequences whose result
-the host must see first sit out. A third one is launched where decode steps are shorter than what the host has to do.
+The engine computes in its own thread; while a step runs, the control loop is free. A second step is launched only if
+waiting for the end of the first would not bring a better one (`Source.step_behind`); the tokens it starts from then go
+from step to step inside the engine. On a CPU neither of the two computes prompts. On a GPU, which would idle while the
+loop plans, both may: prompts go on, and sequences whose result the host must see first sit out.
 
-A step is planned shortly before those in flight are expected to end: earlier, it would leave out requests that arrive
-while they compute. A sequence that turns out to have ended costs a discarded token per step. When no sequence can step,
-the loop sleeps until `wake`.
+The second step is planned shortly before the first one is expected to end: earlier, it would leave out requests that
+arrive while the first one computes; later, a GPU would wait for the host to launch it. A sequence that turns out to
+have ended costs one discarded token. When no sequence can step, the loop sleeps until `wake`.
 
 A step that raises fails the requests in it and nobody else, each once; one whose logits are broken fails alone. Both
 may go on elsewhere (`StepFailed`). A broken engine, or a bug in the planning itself, ends `run`, and so the process.
@@ -28,7 +27,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 
-from engine.engine_thread import MAX_IN_FLIGHT, EngineBroken
+from engine.engine_thread import EngineBroken
 from engine.sequence import Sequence
 from engine.step import BrokenLogits, Sampled, ScheduledSeq, Scores, StepFailed, StepResult
 from shell.telemetry.events import PrefixLookedUp, Started, StepEnded
@@ -44,13 +43,12 @@ from worker.source import BatchedStep, Owner, Sources
 _log = get_logger(__name__)
 
 LEAD_S = 0.002
-"""How long before the expected end of the steps in flight the next one is planned: longer than planning takes."""
-LAUNCH_LEAD_S = 0.008
-"""The same where a device waits for the host. From the end of a step of 32 or 64 streams to the launch of the next one
-but one, the host of an H200 takes 6 ms: it collects, applies, plans, lays out, uploads and launches, beside writing
-tokens to routers."""
+"""How long before the expected end of a step the next one is planned: longer than planning takes."""
+LAUNCH_LEAD_S = 0.005
+"""The same where the host plans, lays out, uploads and launches while a device computes. With 2 ms an H200 waited for
+its host in every decode step of 32 and 64 streams: 7.4 and 7.1 ms between tokens, not 6.3 and 6.0."""
 LAUNCH_LEAD_SHARE = 0.25
-"""At least this share of the last step's expected time, by which steps with prompts may miss it."""
+"""At least this share of the expected time: steps with prompts may miss it by so much."""
 
 
 @dataclass(slots=True)
@@ -77,7 +75,7 @@ class StepLoop:
         *,
         overlap: bool,
     ) -> None:
-        """`overlap`: whether more than one step may be in flight."""
+        """`overlap`: whether a second step may be in flight."""
         self._sources = sources
         self._planner = sources.planner
         self._engine = parts.engine
@@ -92,7 +90,6 @@ class StepLoop:
         self._overlap = overlap
         self._overlap_prompts = overlap and parts.engine.is_asynchronous
         self._in_flight: deque[_InFlight] = deque()
-        self._most_in_flight = MAX_IN_FLIGHT if self._overlap_prompts else 2
         self._decode_s: float | None = None
         """Duration of the last decode step; None = there was none."""
         self._work = asyncio.Event()
@@ -109,36 +106,33 @@ class StepLoop:
         try:
             while True:
                 self._work.clear()
-                if not self._launch(await self._plan()) or len(self._in_flight) == self._most_in_flight:
-                    if self._in_flight:
-                        await self._apply(self._in_flight[0])
-                    else:
-                        await self._work.wait()
+                last = self._in_flight[0] if self._in_flight else None
+                has_launched = self._launch(await self._plan(last))
+                if last is not None:
+                    await self._apply(last)
+                elif not has_launched:
+                    await self._work.wait()
         finally:
             await self._drain()
 
-    async def _plan(self) -> BatchedStep | None:
-        """Returns the next step: planned at once, or shortly before those in flight end; None = there is none."""
+    async def _plan(self, last: _InFlight | None) -> BatchedStep | None:
+        """Returns the next step: planned at once, or shortly before the last one ends; None = there is none."""
         if self._guides is not None:
             self._guides.start(self.wake)
-            if not self._in_flight:
+            if last is None:
                 await self._guides.settled()
-        if not self._in_flight:
+        if last is None:
             return self._planner.next_step()
-        oldest, expected_s = self._in_flight[0], [0.0]
-        for each in self._in_flight:
-            each_s = self._expected_s(each.batched)
-            if each_s is None:
-                return None
-            expected_s.append(each_s)
-        lead_s = max(LAUNCH_LEAD_S, LAUNCH_LEAD_SHARE * expected_s[-1]) if self._engine.is_asynchronous else LEAD_S
-        timeout_s = oldest.started_s + sum(expected_s) - lead_s - self._clock.now_s()
-        if timeout_s > 0:
-            await asyncio.wait({oldest.result}, timeout=timeout_s)
-        if oldest.result.done():
+        expected_s = self._expected_s(last.batched)
+        if expected_s is None:
             return None
-        in_flight = [each.batched for each in self._in_flight]
-        return self._planner.step_behind(in_flight, with_prompts=self._overlap_prompts and len(in_flight) == 1)
+        lead_s = max(LAUNCH_LEAD_S, LAUNCH_LEAD_SHARE * expected_s) if self._engine.is_asynchronous else LEAD_S
+        timeout_s = last.started_s + expected_s - lead_s - self._clock.now_s()
+        if timeout_s > 0:
+            await asyncio.wait({last.result}, timeout=timeout_s)
+        if last.result.done():
+            return None
+        return self._planner.step_behind(last.batched, with_prompts=self._overlap_prompts)
 
     def _expected_s(self, running: BatchedStep) -> float | None:
         """Returns how long a step takes before one may be launched behind it; None = none may be."""

@@ -1,5 +1,6 @@
 import asyncio
 from collections.abc import AsyncGenerator
+from dataclasses import replace
 from typing import Any
 
 from cli.load.run import measure
@@ -21,6 +22,7 @@ class FakeClient:
         self._clock = clock
         self._refuse = refuse
         self.num_asked = 0
+        self.temperatures: set[float] = set()
         self.num_running = 0
         self.most_running = 0
 
@@ -29,6 +31,7 @@ class FakeClient:
 
     async def generate(self, *, max_tokens: int, **options: Any) -> AsyncGenerator[GenerationUpdate, None]:
         assert options["ignore_eos"]
+        self.temperatures.add(options["temperature"])
         self.num_asked += 1
         if self._refuse and self.num_asked % self._refuse == 0:
             raise Overloaded("full")
@@ -48,7 +51,8 @@ async def measured(client: Any, options: LoadOptions, clock: Any) -> Any:
 async def test_a_closed_loop_keeps_its_callers_busy_and_no_more() -> None:
     clock = ManualClock()
     client = FakeClient(clock)
-    report = await measured(client, CLOSED, clock)
+    report = await measured(client, replace(CLOSED, temperature=0.5), clock)
+    assert client.temperatures == {0.5}
     assert client.most_running == 3
     assert client.num_asked == 10
     assert (len(report.samples), report.num_succeeded) == (9, 9)
