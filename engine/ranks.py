@@ -81,7 +81,7 @@ class Ranks:
                     processes.append(_start(theirs.fileno(), slots, memory))
                 links.append(link)
                 link.send(RankTask(config, rank, share, LEAST_TIMEOUT_S))
-            _hear(links)
+            _hear(links, processes)
             group = SharedGroup(memory, 0, len(shares), JOIN_TIMEOUT_S, LEAST_TIMEOUT_S)
             return cls(group, StepSlots(slots), processes, links)
         except BaseException:
@@ -101,21 +101,18 @@ class Ranks:
 
         The follower has the layout first, then the descriptor of the memory file.
         """
-        _hear(self._links)
+        _hear(self._links, self._processes)
         for process, link in zip(self._processes, self._links, strict=True):
             part = KvCache.create(own.layout, own.num_blocks, torch.device("cpu"), shared=True)
             self.parts = (*self.parts, part)
             link.send(own.layout)
             assert part.shared_fd is not None
             send_handle(link, part.shared_fd, process.pid)
-        _hear(self._links)
+        _hear(self._links, self._processes)
 
     def find_stopped(self) -> int | None:
         """Returns the first rank that a signal has stopped and none has continued; None if there is none."""
-        for rank, process in enumerate(self._processes, 1):
-            if os.waitid(os.P_PID, process.pid, os.WSTOPPED | os.WNOHANG | os.WNOWAIT) is not None:
-                return rank
-        return None
+        return next((rank for rank, process in enumerate(self._processes, 1) if _is_stopped(process)), None)
 
     @contextmanager
     def in_step(self, step: RankStep[Array]) -> Iterator[None]:
@@ -169,13 +166,23 @@ def _start(link: int, slots: int, memory: int) -> subprocess.Popen[bytes]:
     return subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=2, pass_fds=descriptors)
 
 
-def _hear(links: Sequence[_Link]) -> None:
-    """Waits for all followers to have done what comes next."""
-    for rank, link in enumerate(links, 1):
+def _hear(links: Sequence[_Link], processes: Sequence[subprocess.Popen[bytes]]) -> None:
+    """Waits for all followers to have done what comes next, as long as that takes, but for none that stands still."""
+    for rank, (link, process) in enumerate(zip(links, processes, strict=True), 1):
         try:
+            num_stopped = 0
+            while num_stopped < 2 and not link.poll(LEAST_TIMEOUT_S / 2):
+                num_stopped = num_stopped + 1 if _is_stopped(process) else 0
+            if num_stopped == 2:
+                raise InternalError(f"rank {rank} stands still, stopped by a signal")
             link.recv_bytes()
         except (EOFError, OSError) as error:
             raise InternalError(f"rank {rank} ended before it could compute; its log says why") from error
+
+
+def _is_stopped(process: subprocess.Popen[bytes]) -> bool:
+    """Whether a signal has stopped the child, and none has continued it."""
+    return os.waitid(os.P_PID, process.pid, os.WSTOPPED | os.WNOHANG | os.WNOWAIT) is not None
 
 
 def _end(processes: Sequence[subprocess.Popen[bytes]]) -> None:

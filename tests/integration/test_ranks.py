@@ -6,6 +6,7 @@ import asyncio
 import os
 import random
 import signal
+import subprocess
 import time
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager, suppress
@@ -23,7 +24,7 @@ from engine.loading import Engine, load_engine
 from models.files.checkpoint import read_checkpoint
 from models.grammar import GrammarCompiler
 from shell.config import DecodeConfig, WorkerConfig
-from tandem.errors import ConfigError
+from tandem.errors import ConfigError, InternalError
 from tandem.option_values import SizedFolder
 from tandem.types import (
     ChoiceSpec,
@@ -185,6 +186,20 @@ def test_followers_end_with_the_engine_and_say_that_they_do() -> None:
             assert eventually(lambda found=found: engine.ranks.find_stopped() == found)
     with pytest.raises(ProcessLookupError):
         os.kill(pid, 0)
+
+
+def test_a_follower_that_stands_still_while_it_starts_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    start = ranks._start
+
+    def start_and_stop(*args: int) -> subprocess.Popen[bytes]:
+        process = start(*args)
+        process.send_signal(signal.SIGSTOP)
+        return process
+
+    monkeypatch.setattr(ranks, "_start", start_and_stop)
+    monkeypatch.setattr(ranks, "LEAST_TIMEOUT_S", 0.2)
+    with pytest.raises(InternalError, match="rank 1 stands still"):
+        load_engine(replace(OPTIONS, tensor_parallel=2))
 
 
 @pytest.mark.parametrize(
