@@ -16,7 +16,8 @@ def main() -> int:
     """Returns the exit code."""
     parent, link, slots, memory = map(int, sys.argv[1:])
     end_with(parent)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # of a terminal: the parent decides
+    for signum in (signal.SIGINT, signal.SIGTERM):  # a terminal or a service manager asks all: rank 0 drains first
+        signal.signal(signum, signal.SIG_IGN)
     from engine.follower import follow
     from engine.rank_link import StepSlots
     from kernels.group import GroupBroken

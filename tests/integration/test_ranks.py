@@ -188,6 +188,16 @@ def test_followers_end_with_the_engine_and_say_that_they_do() -> None:
         os.kill(pid, 0)
 
 
+def test_a_stop_that_is_asked_of_all_processes_at_once_is_rank_0s_to_follow() -> None:
+    """So service managers and terminals ask; rank 0 finishes its requests first."""
+    (spec,) = random_requests(seed=3)[:1]
+    with engine_of(2) as engine:
+        assert engine.ranks is not None
+        for signum in (signal.SIGTERM, signal.SIGINT):
+            os.kill(engine.ranks.pids[0], signum)
+        assert asyncio.run(answers(engine, [spec]))[0]
+
+
 def test_a_follower_that_stands_still_while_it_starts_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     start = ranks._start
 
