@@ -22,9 +22,13 @@ def main() -> int:
     from engine.rank_link import StepSlots
     from kernels.group import GroupBroken
     from shell.telemetry.logging import get_logger
+    from tandem.errors import TandemError
 
     try:
         follow(Connection(link), StepSlots(slots), memory)
+    except TandemError as error:  # for the operator, as rank 0 says it: one line
+        get_logger(__name__).error("the rank ends", why=error.message)
+        return 1
     except GroupBroken as error:
         get_logger(__name__).error("the rank ends", why=str(error), exc_info=error.__cause__)
         return 1

@@ -5,12 +5,15 @@ from __future__ import annotations
 import asyncio
 import os
 import random
+import shutil
 import signal
 import subprocess
 import time
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import replace
+from multiprocessing import Pipe
+from pathlib import Path
 
 import pytest
 import torch
@@ -21,9 +24,13 @@ from engine import ranks
 from engine.engine_thread import EngineBroken
 from engine.guides import Guides
 from engine.loading import Engine, load_engine
+from engine.rank_link import StepSlots
+from engine.ranks import RankTask
+from kernels.shared_group import SharedGroup, create_group_memory
 from models.files.checkpoint import read_checkpoint
 from models.grammar import GrammarCompiler
 from shell.config import DecodeConfig, WorkerConfig
+from shell.cores import CoreShare
 from tandem.errors import ConfigError, InternalError
 from tandem.option_values import SizedFolder
 from tandem.types import (
@@ -210,6 +217,29 @@ def test_a_follower_that_stands_still_while_it_starts_is_given_up(monkeypatch: p
     monkeypatch.setattr(ranks, "LEAST_TIMEOUT_S", 0.2)
     with pytest.raises(InternalError, match="rank 1 stands still"):
         load_engine(replace(OPTIONS, tensor_parallel=2))
+
+
+def test_a_follower_that_cannot_load_says_why_without_a_traceback(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    shutil.copytree(DEMO.path, tmp_path / "bad")
+    os.truncate(tmp_path / "bad" / "model.safetensors", 100)
+    slots, memory, (link, theirs) = StepSlots.create(), create_group_memory(2), Pipe()
+    process = ranks._start(theirs.fileno(), slots, memory)
+    try:
+        link.send(
+            RankTask(replace(OPTIONS, model=str(tmp_path / "bad"), tensor_parallel=2), 1, CoreShare((0,), 1), 5.0)
+        )
+        link.recv_bytes()
+        SharedGroup(memory, 0, 2, PATIENCE_S, PATIENCE_S)
+        assert process.wait(PATIENCE_S) == 1
+    finally:
+        process.kill()
+        for descriptor in (slots, memory):
+            os.close(descriptor)
+    said = capfd.readouterr().err
+    assert "model.safetensors" in said
+    assert "Traceback" not in said
 
 
 @pytest.mark.parametrize(
