@@ -50,7 +50,7 @@ def _serve(link: Connection[Any, Any], slots: StepSlots, memory: int) -> None:
     device = torch.device("cpu")
     kernels = select_kernels(config.attention_backend, device, probe_dtype(config), config.cpu_tier)
     model = load_here(config, device, kernels, group)
-    link.send_bytes(b"")
+    link.send_bytes(model.fingerprint.encode())
     kv_cache = KvCache.mapped(link.recv(), recv_handle(link))
     link.send_bytes(b"")
     follower = Follower(model.decoder, kv_cache, kernels.operations, group)

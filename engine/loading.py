@@ -153,7 +153,7 @@ def load_engine(config: WorkerConfig, role: EngineRole = ANY_ROLE) -> Engine:
         kv_cache = _create_pool(config, role, model, layout, max_seqs, step_bytes)
         owned.append(kv_cache)
         if ranks is not None:
-            ranks.create_pools(kv_cache)
+            ranks.create_pools(kv_cache, model.fingerprint)
         if kv_cache.staging is not None:
             executor.submit(library.obstacle).result()  # hashes the ring's rows; compiled here, never on a loop
         graphs = None if ladder is None else executor.submit(_captured, ladder, model, kv_cache).result()

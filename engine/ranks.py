@@ -31,7 +31,7 @@ from shell.core_order import neighbouring_cores
 from shell.cores import CoreShare, plan_cores
 from shell.module_command import module_command
 from tandem.decision import Decision
-from tandem.errors import ConfigError, InternalError
+from tandem.errors import CheckpointError, ConfigError, InternalError
 from tandem.kv_layout import KvLayout
 
 JOIN_TIMEOUT_S = 60.0
@@ -96,12 +96,15 @@ class Ranks:
         """Returns the followers' process ids."""
         return tuple(process.pid for process in self._processes)
 
-    def create_pools(self, own: KvCache) -> None:
-        """Gives each follower a part as large as rank 0's `own`, once it has loaded. Raises InternalError, ConfigError.
+    def create_pools(self, own: KvCache, fingerprint: str) -> None:
+        """Gives each follower a part as large as rank 0's `own`, once it has loaded the model with this `fingerprint`.
 
-        The follower has the layout first, then the descriptor of the memory file.
+        The follower has the layout first, then the descriptor of the memory file. Raises InternalError, ConfigError,
+        CheckpointError.
         """
-        _hear(self._links, self._processes)
+        for rank, found in enumerate(_hear(self._links, self._processes), 1):
+            if found.decode() != fingerprint:  # the files were replaced between two ranks' starts
+                raise CheckpointError(f"rank {rank} loaded another model than rank 0: start again once all is written")
         for process, link in zip(self._processes, self._links, strict=True):
             part = KvCache.create(own.layout, own.num_blocks, torch.device("cpu"), shared=True)
             self.parts = (*self.parts, part)
@@ -166,8 +169,12 @@ def _start(link: int, slots: int, memory: int) -> subprocess.Popen[bytes]:
     return subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=2, pass_fds=descriptors)
 
 
-def _hear(links: Sequence[_Link], processes: Sequence[subprocess.Popen[bytes]]) -> None:
-    """Waits for all followers to have done what comes next, as long as that takes, but for none that stands still."""
+def _hear(links: Sequence[_Link], processes: Sequence[subprocess.Popen[bytes]]) -> list[bytes]:
+    """Returns what each follower says once it has done what comes next, however long that takes.
+
+    Raises InternalError for one that ended, or stands still.
+    """
+    said = []
     for rank, (link, process) in enumerate(zip(links, processes, strict=True), 1):
         try:
             num_stopped = 0
@@ -175,9 +182,10 @@ def _hear(links: Sequence[_Link], processes: Sequence[subprocess.Popen[bytes]]) 
                 num_stopped = num_stopped + 1 if _is_stopped(process) else 0
             if num_stopped == 2:
                 raise InternalError(f"rank {rank} stands still, stopped by a signal")
-            link.recv_bytes()
+            said.append(link.recv_bytes())
         except (EOFError, OSError) as error:
             raise InternalError(f"rank {rank} ended before it could compute; its log says why") from error
+    return said
 
 
 def _is_stopped(process: subprocess.Popen[bytes]) -> bool:

@@ -20,7 +20,7 @@ import torch
 
 from bench.support.cluster import eventually
 from decode_worker.worker import new_decode_worker
-from engine import ranks
+from engine import loading, ranks
 from engine.engine_thread import EngineBroken
 from engine.guides import Guides
 from engine.loading import Engine, load_engine
@@ -31,7 +31,7 @@ from models.files.checkpoint import read_checkpoint
 from models.grammar import GrammarCompiler
 from shell.config import DecodeConfig, WorkerConfig
 from shell.cores import CoreShare
-from tandem.errors import ConfigError, InternalError
+from tandem.errors import CheckpointError, ConfigError, InternalError
 from tandem.option_values import SizedFolder
 from tandem.types import (
     ChoiceSpec,
@@ -240,6 +240,19 @@ def test_a_follower_that_cannot_load_says_why_without_a_traceback(
     said = capfd.readouterr().err
     assert "model.safetensors" in said
     assert "Traceback" not in said
+
+
+def test_a_follower_that_loaded_other_weights_than_rank_0_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shutil.copytree(DEMO.path, tmp_path / "other")
+    weights = tmp_path / "other" / "model.safetensors"
+    content = weights.read_bytes()
+    weights.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+    start, other = loading._start_ranks, {"model": str(tmp_path / "other")}
+    monkeypatch.setattr(loading, "_start_ranks", lambda config, shares: start(replace(config, **other), shares))
+    with pytest.raises(CheckpointError, match="rank 1 loaded another model than rank 0"):
+        load_engine(replace(OPTIONS, tensor_parallel=2))
 
 
 @pytest.mark.parametrize(
