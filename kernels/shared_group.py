@@ -132,10 +132,13 @@ class SharedGroup:
             )
 
     def _meet(self) -> None:
-        """Returns when every peer is here too."""
+        """Returns when every peer is here too.
+
+        Counts slices, not the clock's time: when all ranks were paused together, none of them stands still.
+        """
         for peer in self._peers:
             _libc.sem_post(self._semaphore(self.rank, peer))
-        deadline = time.monotonic() + self.timeout_s
+        waited_s = 0.0
         for peer in self._peers:
             semaphore = self._semaphore(peer, self.rank)
             while self._memory[0] or not _waited(semaphore):
@@ -143,7 +146,8 @@ class SharedGroup:
                     raise GroupBroken(f"rank {self.rank}: another rank gave up")
                 if self._has_ended(peer) and _libc.sem_trywait(semaphore):
                     raise self._broken(f"rank {peer} has ended")
-                if time.monotonic() > deadline:
+                waited_s += _SLICE_S
+                if waited_s > self.timeout_s:
                     raise self._broken(f"rank {peer} did not answer within {self.timeout_s:g} s")
 
     def _semaphore(self, giver: int, taker: int) -> ctypes.c_void_p:

@@ -53,6 +53,21 @@ def test_a_rank_that_is_killed_or_stopped_ends_the_wait_of_all_others(number, to
         assert all(process.is_alive() for process in others)
 
 
+def test_ranks_that_were_paused_together_for_longer_than_a_wait_lasts_go_on():
+    """As a container or a virtual machine is paused: the clock goes on, and the rank that waits may wake first."""
+    with ranks_of(2, wait_s=WAIT_S) as ranks:
+        ranks.run(meet)
+        ranks.give_to([0], meet)
+        ranks.processes[0].join(WAIT_S / 4)  # it waits for the other by now
+        for process in ranks.processes:
+            os.kill(process.pid, signal.SIGSTOP)
+        ranks.processes[0].join(WAIT_S)
+        for process in ranks.processes:
+            os.kill(process.pid, signal.SIGCONT)
+        ranks.give_to([1], meet)
+        assert ranks.take() == [None, None]
+
+
 def test_a_rank_that_gives_up_ends_the_wait_of_all_others_at_once_and_for_ever():
     with ranks_of(2) as ranks:
         ranks.give(meet_or_fail, 1)
