@@ -80,7 +80,7 @@ class Ranks:
                 with theirs:
                     processes.append(_start(theirs.fileno(), slots, memory))
                 links.append(link)
-                link.send(RankTask(config, rank, share, LEAST_TIMEOUT_S))
+                _tell(rank, link, RankTask(config, rank, share, LEAST_TIMEOUT_S))
             _hear(links, processes)
             group = SharedGroup(memory, 0, len(shares), JOIN_TIMEOUT_S, LEAST_TIMEOUT_S)
             return cls(group, StepSlots(slots), processes, links)
@@ -105,10 +105,10 @@ class Ranks:
         for rank, found in enumerate(_hear(self._links, self._processes), 1):
             if found.decode() != fingerprint:  # the files were replaced between two ranks' starts
                 raise CheckpointError(f"rank {rank} loaded another model than rank 0: start again once all is written")
-        for process, link in zip(self._processes, self._links, strict=True):
+        for rank, (process, link) in enumerate(zip(self._processes, self._links, strict=True), 1):
             part = KvCache.create(own.layout, own.num_blocks, torch.device("cpu"), shared=True)
             self.parts = (*self.parts, part)
-            link.send(own.layout)
+            _tell(rank, link, own.layout)
             assert part.shared_fd is not None
             send_handle(link, part.shared_fd, process.pid)
         _hear(self._links, self._processes)
@@ -169,6 +169,13 @@ def _start(link: int, slots: int, memory: int) -> subprocess.Popen[bytes]:
     return subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=2, pass_fds=descriptors)
 
 
+def _tell(rank: int, link: _Link, what: RankTask | KvLayout) -> None:
+    try:
+        link.send(what)
+    except OSError as error:
+        raise _ended(rank) from error
+
+
 def _hear(links: Sequence[_Link], processes: Sequence[subprocess.Popen[bytes]]) -> list[bytes]:
     """Returns what each follower says once it has done what comes next, however long that takes.
 
@@ -184,8 +191,12 @@ def _hear(links: Sequence[_Link], processes: Sequence[subprocess.Popen[bytes]]) 
                 raise InternalError(f"rank {rank} stands still, stopped by a signal")
             said.append(link.recv_bytes())
         except (EOFError, OSError) as error:
-            raise InternalError(f"rank {rank} ended before it could compute; its log says why") from error
+            raise _ended(rank) from error
     return said
+
+
+def _ended(rank: int) -> InternalError:
+    return InternalError(f"rank {rank} ended before it could compute; its log says why")
 
 
 def _is_stopped(process: subprocess.Popen[bytes]) -> bool:
