@@ -35,7 +35,7 @@ def closed_loop(callers: int, prompt_tokens: int, output_tokens: int) -> LoadOpt
     return LoadOptions(
         concurrency=callers,
         num_requests=3 * callers,
-        num_warmup=8,
+        num_warmup=2,
         prompt_tokens=prompt_tokens,
         output_tokens=output_tokens,
     )

@@ -57,7 +57,7 @@ class Ranks:
     def __init__(
         self, group: SharedGroup, slots: StepSlots, processes: Sequence[subprocess.Popen[bytes]], links: Sequence[_Link]
     ) -> None:
-        """Takes over all; processes and links are those of ranks 1, 2, …"""
+        """Takes over every argument; processes and links are those of ranks 1, 2, …"""
         self.group: Final = group
         """The group, of which this process is rank 0."""
         self.parts: tuple[KvCache, ...] = ()
@@ -155,7 +155,7 @@ def shares_of(config: WorkerConfig) -> tuple[CoreShare, ...]:
 
 
 def ranks_decision(shares: Sequence[CoreShare], part: KvLayout, num_blocks: int) -> Decision | None:
-    """Returns how the model is shared; None where it is not."""
+    """Returns how the model is shared; None for a model of one process."""
     if len(shares) == 1:
         return None
     cores = "; ".join(",".join(map(str, share.cores)) for share in shares)
@@ -200,7 +200,7 @@ def _ended(rank: int) -> InternalError:
 
 
 def _is_stopped(process: subprocess.Popen[bytes]) -> bool:
-    """Whether a signal has stopped the child, and none has continued it."""
+    """Returns whether a signal has stopped the child, and no later one has continued the child."""
     return os.waitid(os.P_PID, process.pid, os.WSTOPPED | os.WNOHANG | os.WNOWAIT) is not None
 
 

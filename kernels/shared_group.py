@@ -162,7 +162,7 @@ class SharedGroup:
 
 
 def _waited(semaphore: ctypes.c_void_p) -> bool:
-    """Takes the semaphore, within `_SLICE_S`; False if it was not posted."""
+    """Takes the semaphore, within `_SLICE_S`; returns False if nobody has posted."""
     if not _libc.sem_trywait(semaphore):
         return True
     until = time.clock_gettime_ns(time.CLOCK_REALTIME) + int(_SLICE_S * 1e9)

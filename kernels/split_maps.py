@@ -25,7 +25,7 @@ class SegmentedLinear:
 
     segments: tuple[LinearMap, ...]
     borders: tuple[int, ...]
-    """Of the segments among the rank's inputs: from 0 on, ascending."""
+    """Borders of the segments among the rank's inputs: from 0 on, ascending."""
     added: LinearMap | None = None
     """What `Operations.segment_sum` makes of them."""
 
@@ -89,7 +89,7 @@ class NormedHeads:
 
     qkv: LinearMap
     norm: QkNorm
-    """Of all heads."""
+    """Norm of all heads."""
     sizes: Sequence[int]
     """Outputs of q, k and v on each rank."""
     copies: int

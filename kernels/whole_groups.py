@@ -22,7 +22,7 @@ class WholeGroups:
     ranks: int
     """Ranks that share the head."""
     place: int
-    """Which of them this one is."""
+    """Number of this rank among these."""
 
     @property
     def name(self) -> str:

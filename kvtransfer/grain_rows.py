@@ -28,7 +28,7 @@ class GrainRows:
     """Borrows the pool's `parts` until `close`."""
 
     def __init__(self, parts: Sequence[Rows], spans: Sequence[Span]) -> None:
-        """`parts` by rank, of which `spans` names those that are used."""
+        """`parts` are by rank; `spans` names the parts that are used."""
         self.parts = parts
         self._spans = spans
         self._cut = [parts[rank].cut(len(grains)) for rank, grains in spans]

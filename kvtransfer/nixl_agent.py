@@ -68,7 +68,7 @@ class Region(NamedTuple):
 
 
 class _Grains(NamedTuple):
-    """One grain of every block, among the prepared ones of a side."""
+    """A grain of every block, among the prepared grains of a side."""
 
     first: int
     step: int

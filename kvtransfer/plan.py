@@ -67,12 +67,12 @@ class Plan:
 
     @property
     def is_whole(self) -> bool:
-        """Whether blocks go from one part to one part."""
+        """Returns whether whole blocks go from a single part to a single part."""
         return len(self.source) == len(self.target) == 1
 
     @property
     def copies(self) -> tuple[tuple[int, int], ...]:
-        """The target's ranks that hold what another one holds, behind that one."""
+        """Ranks of the target that hold what an earlier rank holds."""
         first = {span.grains: span.rank for span in distinct(self.target)}
         pairs = ((first[span.grains], span.rank) for span in self.target)
         return tuple((source, to) for source, to in pairs if source != to)

@@ -38,7 +38,7 @@ _UNIT = 32
 Weight = torch.Tensor | QuantizedWeight
 WeightT = TypeVar("WeightT", torch.Tensor, QuantizedWeight, Weight)
 Rows = Sequence[torch.Tensor] | None
-"""Of each of some weights that are stacked, the rows that are held; None: all."""
+"""Rows of each stacked weight that are held; None: all rows."""
 
 
 def check_shared(path: Path, implementation: str, size: int) -> None:
@@ -110,7 +110,7 @@ class Shard:
 
     @property
     def num_kv_heads(self) -> int:
-        """K/V heads of this rank; those that it shares count too."""
+        """K/V heads of this rank; shared heads count too."""
         return max(1, self.config.num_kv_heads // self.group.size)
 
     @property
