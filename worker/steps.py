@@ -46,7 +46,7 @@ LEAD_S = 0.002
 """How long before the expected end of a step the next one is planned: longer than planning takes."""
 LAUNCH_LEAD_S = 0.005
 """The same where the host plans, lays out, uploads and launches while a device computes. With 2 ms an H200 waited for
-its host in every decode step of 32 and 64 streams: 7.4 and 7.1 ms between tokens, not 6.3 and 6.0."""
+its host before many decode steps (bench/LOG.md)."""
 LAUNCH_LEAD_SHARE = 0.25
 """At least this share of the expected time: steps with prompts may miss it by so much."""
 
