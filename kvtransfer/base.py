@@ -272,7 +272,7 @@ class PoolMemory:
     staging: Staging | None = None
     """How blocks of a pool elsewhere come into rows, and the reverse; None = row `i` is block `i`."""
     device: DeviceMemory | None = None
-    """None = the pool lies in host memory, or ranks divide the pool."""
+    """Memory of a GPU; None = the pool lies in host memory, or ranks divide the pool."""
     followers: tuple[PartMemory, ...] = ()
     """Parts of ranks 1, 2, … of a pool in host memory that ranks divide (`KvLayout.part`). Rows of a staged pool hold
     whole blocks: its `staging` joins the parts.

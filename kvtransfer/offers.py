@@ -51,7 +51,7 @@ class Incoming:
         self.writer: Writer | None = None
         self.state = TransferState.OFFERED
         self.places: Sequence[Place] = WHOLE
-        """What is verified of each block: the grain that lies in each of these places."""
+        """Places whose grains are verified, of each block."""
         self._checksums = np.zeros((len(ticket.blocks), 1), np.uint64)
         """Checksums as announced, in the offer's order: `[n, grains]`."""
         self._is_claimed = np.zeros(len(ticket.blocks), bool)

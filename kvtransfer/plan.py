@@ -55,7 +55,7 @@ class Plan:
     source: tuple[Span, ...]
     """The parts that are read, in the block's order: each grain lies in one of them."""
     target: tuple[Span, ...]
-    """All parts of the receiver, by rank: each is written whole."""
+    """Parts of the receiver, by rank: each part is written whole."""
 
     @classmethod
     def between(cls, layout: KvLayout, num_sources: int, num_targets: int) -> Plan:

@@ -59,9 +59,9 @@ class Pool:
         self.num_blocks: Final = len(blocks) if self._staging is None else self._staging.num_blocks
         self.block_bytes: Final[int] = fingerprints.layout.block_bytes
         self.parts: Final = tuple(Rows(part.blocks.numpy()) for part in parts)
-        """What transports of host memory reach, by rank."""
+        """Memory that transports of host memory reach, by rank."""
         self.rows: Final = self.parts[0]
-        """All there is, unless ranks divide the pool."""
+        """The only one of `parts`, unless ranks divide the pool."""
         self.arriving, self.leaving = Ring(), Ring()
         self._slices: list[range] = []
         if self.is_staged:

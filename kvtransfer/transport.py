@@ -99,7 +99,7 @@ class Lane:
         self._plan = Plan.between(pool.fingerprints.layout, len(pool.parts), len(pool.parts))
         """Between this pool and the peer's, once hands were shaken; before, between this pool and one alike."""
         self._rows = GrainRows(pool.parts, self._plan.source)
-        """What the lane reads or writes where the blocks lie in this side's rows."""
+        """Grains of this side's rows that the lane reads or writes."""
         self._work = work
         self._threads: list[LaneThread] = [] if work is None else [work]
         """Ended with the lane."""

@@ -229,7 +229,7 @@ class _ReceivingLane(NetworkReceivingLane):
     async def _receive_joined(
         self, connection: Connection, pieces: Sequence[Piece], wanted: Callable[[], bool]
     ) -> tuple[list[int], int]:
-        """The same through a buffer, from which grains are copied, and hashed, part by part."""
+        """Receives through a buffer, from which grains are copied, and hashed, part by part."""
         grains = [(piece.rows, grain) for piece in pieces for grain in piece.ids]
         size = grains[0][0].row_bytes
         buffer = Rows(np.empty((max(1, _HOT_BYTES // size), size), np.uint8))

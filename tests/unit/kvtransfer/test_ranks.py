@@ -123,7 +123,7 @@ async def test_a_corrupted_part_is_found_and_names_its_rank(
         source, target = pair.source, pair.target
 
         def spoiling(self: GrainRows, *args: Any) -> tuple[int, ...]:
-            """One byte changes behind the checksums: in the target, or on its way out of the source."""
+            """A byte changes behind the checksums: in the target, or on the way out of the source."""
             found: tuple[int, ...] = announced(self, *args)
             if transport == "shm":
                 target.parts[rank][TARGETS[1], 3] ^= 1  # type: ignore[attr-defined]
